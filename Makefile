@@ -1,0 +1,65 @@
+# make run    set up what is needed, then show the main job
+# make test   set up every framework, then run every test
+# make lint   format, lint, types       make bench   measure        make clean   remove .venv
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check -q install -c constraints.txt
+
+# What the frameworks need; tests and examples inherit it.
+export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
+export TF_CPP_MIN_LOG_LEVEL := 3
+export HF_HUB_OFFLINE := 1
+export JAX_PLATFORMS := cpu
+export OMP_NUM_THREADS ?= 2
+
+# One pytest process a folder: two frameworks never meet in one process.
+SUITES := core conformance torch jax keras-jax keras-torch
+
+.PHONY: run test lint bench docs clean $(SUITES:%=test-%)
+
+run: $(VENV)/.run
+	@$(BIN)/gradlift demo
+
+test: $(SUITES:%=test-%)
+
+test-keras-%: $(VENV)/.test
+	@echo "== tests/keras on $*"
+	@KERAS_BACKEND=$* $(BIN)/pytest tests/keras
+
+test-%: $(VENV)/.test
+	@echo "== tests/$*"
+	@$(BIN)/pytest tests/$*
+
+lint: $(VENV)/.test
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.test
+	@$(BIN)/python benchmarks/core.py
+
+docs: $(VENV)/.test
+	@$(BIN)/python docs/draw_rules.py
+
+# Light: enough to run the demo.
+$(VENV)/.run: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) ..."
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation -e ".[numpy,report]"
+	@touch $@
+
+# Everything. torch goes first and alone: pinned by its exact version it takes the CPU build, and
+# what comes after finds it there. deepspeed has no wheel and is built here (none of its ops), in
+# this environment, so that no isolated build pulls another torch.
+$(VENV)/.test: $(VENV)/.run
+	@echo "Setting up the frameworks for the tests (a few minutes) ..."
+	@$(PIP) torch==2.13.0
+	@$(PIP) setuptools wheel
+	@$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
