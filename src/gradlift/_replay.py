@@ -112,4 +112,5 @@ def _event(step: Step, was: Step) -> Event | None:
         return Event(step.step, "note", {"text": said})
     if step.verdict is Verdict.APPLY or step.cause is Cause.NO_GRADIENTS:
         return None
-    return Event(step.step, "overflow", {"cause": step.cause.name, "scale": step.scale})
+    detail = {"cause": step.cause.name, "scale": step.scale, "next_scale": step.next_scale}
+    return Event(step.step, str(step.verdict), detail)

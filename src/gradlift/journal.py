@@ -2,7 +2,7 @@
 
     {"kind":"header","schema":1,"time":...,"versions":{...},"rule":"backoff","parameters":{...}}
     {"kind":"step","step":0,"scale":65536.0,"next_scale":65536.0,"amax":812.0,"norm":0.4,...}
-    {"kind":"event","step":7,"what":"overflow",...}
+    {"kind":"event","step":7,"what":"skip","cause":"OVERFLOW",...}
     {"kind":"sample","step":100,"parameters":{"head.weight":{...}}}
 
 Every line is one `write` to a file opened for appending: a killed process loses at most the line it
@@ -69,7 +69,11 @@ class Sample(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something worth telling: an overflow, a change of scale, a halt, a resume, a note."""
+    """Something worth telling: a skip, a retry, a halt, a resume, a note.
+
+    >>> Event(7, "skip", {"cause": "OVERFLOW"}).what
+    'skip'
+    """
 
     step: int | None
     what: str
@@ -199,6 +203,11 @@ def read_journal(path: str | os.PathLike[str]) -> Run:
     """Reads a run. A file that was cut off gives what is whole, with one warning.
 
     Raises JournalError for what is not a journal and for a later schema.
+
+    >>> read_journal("nowhere.jsonl")
+    Traceback (most recent call last):
+        ...
+    gradlift.errors.JournalError: cannot read nowhere.jsonl: No such file or directory
     """
     path = Path(path)
     try:
@@ -303,8 +312,8 @@ def _check_head(line: bytes, path: Path) -> None:
     """The file must start like a journal; a header that is cut off counts as one."""
     if not (line.startswith(_HEAD) or (_HEAD.startswith(line) and line)):
         raise JournalError(f"{path} is not a gradlift journal: its first line is no header")
-    number = line[len(_HEAD) :].split(b",")[0].rstrip(b"}\n")
-    if line.endswith(b"}") or b"," in line[len(_HEAD) :]:
+    number, comma, _ = line[len(_HEAD) :].rstrip(b"}\n").partition(b",")
+    if comma or line.rstrip(b"\n").endswith(b"}"):
         _check_schema(int(number) if number.isdigit() else None, path)
 
 

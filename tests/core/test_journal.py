@@ -1,0 +1,211 @@
+"""The journal: what is written comes back; what is damaged is told and harms nothing else."""
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from gradlift import Cause, Journal, Verdict, read_journal
+from gradlift.errors import JournalError, JournalWarning
+from gradlift.journal import Event, Step
+
+STEPS = [
+    Step(0, 65536.0, 65536.0, amax=812.5, loss=0.25, norm=0.4, lr=1e-3, seconds=0.125),
+    Step(
+        1,
+        65536.0,
+        32768.0,
+        amax=math.inf,
+        nonfinite=True,
+        verdict=Verdict.SKIP,
+        cause=Cause.OVERFLOW,
+        culprits=("</script>", "head.wéight"),
+        retries=2,
+        near_max_share=0.5,
+        probe_amax=3.0,
+    ),
+    Step(2, 32768.0, 32768.0, amax=0.0, loss=math.inf, verdict=None),
+]
+
+
+def write(path, steps=STEPS):
+    with Journal(path) as journal:
+        journal.describe(rule="dynamic", world_size=2, parameters={"head.wéight": 8})
+        for step in steps:
+            journal.step(step)
+        journal.event("note", 2, text="cooling down")
+        journal.sample(2, {"head.wéight": {"zero": 0.5, "histogram": {"-3": 4}}})
+
+
+def same(a, b):
+    return all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "deep" / "run.jsonl"
+    write(path)
+    run = read_journal(path)
+    assert len(run.steps) == 3
+    assert all(same(a, b) for a, b in zip(run.steps, STEPS))
+    assert run.events == [Event(2, "note", {"text": "cooling down"})]
+    assert run.samples[0].parameters["head.wéight"]["zero"] == 0.5
+    assert run.header["rule"] == "dynamic"
+    assert run.header["parameters"] == {"head.wéight": 8}
+    assert {"python", "gradlift", "numpy"} <= set(run.header["versions"])
+    assert run.skipped == 1
+    assert run.undecided == 1
+
+
+def test_every_line_is_strict_json(tmp_path):
+    write(tmp_path / "run.jsonl")
+
+    def refuse(token):
+        raise AssertionError(token)
+
+    for line in (tmp_path / "run.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+def test_numpy_scalars_are_numbers(tmp_path):
+    with Journal(tmp_path / "run.jsonl") as journal:
+        journal.step(Step(np.int64(0), np.float32(8), np.float32(8), amax=np.float32("inf")))
+    step = read_journal(tmp_path / "run.jsonl").steps[0]
+    assert (step.step, step.scale, step.amax) == (0, 8.0, math.inf)
+
+
+def test_cut_at_every_byte(tmp_path):
+    write(tmp_path / "whole.jsonl")
+    data = (tmp_path / "whole.jsonl").read_bytes()
+    ends = [i for i, byte in enumerate(data) if byte == ord("\n")]
+    cut = tmp_path / "cut.jsonl"
+    for size in range(len(data) + 1):
+        cut.write_bytes(data[:size])
+        complete = sum(end <= size for end in ends)  # a line is whole without its line end
+        if size in (end + 1 for end in ends) or size in ends:
+            run = read_journal(cut)  # no warning: nothing is missing
+        else:
+            with pytest.warns(JournalWarning) as caught:
+                run = read_journal(cut)
+            assert len(caught) == 1
+            assert "\n" not in str(caught[0].message)
+        kinds = 1 if run.header else 0
+        assert kinds + len(run.steps) + len(run.events) + len(run.samples) == complete
+
+
+def test_continued_after_a_cut(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-10])
+    with Journal(path) as journal:
+        journal.step(Step(3, 8.0, 8.0))
+    with pytest.warns(JournalWarning, match="1 damaged or cut-off line left out, 4 steps read"):
+        run = read_journal(path)
+    assert run.steps[-1].step == 3
+    assert run.events[-1].what == "resume"
+    assert run.events[-1].step == 2
+
+
+def test_empty_and_unknown_fields(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"")
+    with pytest.warns(JournalWarning, match="is empty"):
+        assert read_journal(path).steps == []
+    write(path)
+    with open(path, "a") as file:
+        file.write('{"kind":"step","step":9,"scale":8.0,"next_scale":8.0,"mood":"good"}\n')
+        file.write('{"kind":"weather","sun":true}\n')
+    assert read_journal(path).steps[-1].step == 9
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[]",
+        "3",
+        '{"kind":"step"}',
+        '{"kind":"step","step":"1","scale":8,"next_scale":8}',
+        '{"kind":"step","step":1,"scale":"big","next_scale":8}',
+        '{"kind":"step","step":1,"scale":8,"next_scale":8,"verdict":"maybe"}',
+        '{"kind":"step","step":1,"scale":8,"next_scale":8,"cause":"FATE"}',
+        '{"kind":"step","step":1,"scale":8,"next_scale":8}, {"kind":"step"',
+        '{"kind":"sample","step":1,"parameters":7}',
+        '{"a":1},{"b":2}',
+        "",
+    ],
+)
+def test_a_damaged_line_harms_no_other(tmp_path, line):
+    path = tmp_path / "run.jsonl"
+    write(path)
+    lines = path.read_text().splitlines()
+    lines.insert(2, line)
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.warns(JournalWarning, match="1 damaged"):
+        assert [s.step for s in read_journal(path).steps] == [0, 1, 2]
+
+
+def test_a_later_schema_is_refused(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"kind":"header","schema":2}\n{"kind":"leap"}\n')
+    for use in (read_journal, Journal):
+        with pytest.raises(JournalError, match=r"later gradlift \(schema 2, this one reads 1\)"):
+            use(path)
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"loss": 1}\n', "\n", "\x00\x01", "{", "[1]\n"])
+def test_not_a_journal(tmp_path, text):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    if text == "{":  # could be the very first byte of a header
+        with pytest.warns(JournalWarning):
+            assert read_journal(path).steps == []
+        return
+    for use in (read_journal, Journal):
+        with pytest.raises(JournalError, match="not a gradlift journal"):
+            use(path)
+    assert path.read_text() == text
+    with pytest.raises(JournalError, match="cannot read"):
+        read_journal(tmp_path / "nowhere.jsonl")
+
+
+WRITER = """
+import sys
+from gradlift import Journal
+from gradlift.journal import Step
+journal = Journal(sys.argv[1])
+step = 0
+while True:
+    journal.step(Step(step, 65536.0, 65536.0, amax=1.5, loss=0.25, norm=0.5, lr=1e-3))
+    sys.stdout.write(f"{step}\\n")
+    sys.stdout.flush()
+    step += 1
+"""
+
+
+def test_killed_fifty_times(tmp_path):
+    """What the writer said it had written is there; at most one line is damaged."""
+    rng = random.Random(0)
+    for i in range(50):
+        path = tmp_path / f"{i}.jsonl"
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        writer.stdout.readline()
+        time.sleep(rng.uniform(0, 0.02))
+        writer.send_signal(signal.SIGKILL)
+        rest = writer.stdout.read()
+        writer.wait(timeout=30)
+        said = [int(s) for s in rest.split("\n")[:-1]] or [0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = read_journal(path)
+        assert all("1 damaged or cut-off line " in str(w.message) for w in caught)
+        assert [s.step for s in run.steps] == list(range(len(run.steps)))
+        assert len(run.steps) > said[-1]

@@ -1,0 +1,132 @@
+"""The package from outside: what it imports, what it exports, that its documents run."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradlift
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("numpy", "torch", "jax", "keras", "tensorflow", "mxnet", "click", "rich", "plotly")
+
+
+def imported_by(statement):
+    """Heavy modules in sys.modules after a statement in a fresh interpreter."""
+    code = f"{statement}\nimport sys\nprint(*(m for m in {HEAVY} if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.split()
+
+
+def test_import_gradlift_imports_no_framework():
+    assert imported_by("import gradlift, gradlift.cli") == []
+
+
+def test_the_guard_can_fail():
+    assert imported_by("import gradlift, gradlift.numpy") == ["numpy"]
+
+
+def test_works_in_a_bare_environment():
+    """No site-packages at all: Python and gradlift's own source."""
+    code = (
+        "import gradlift\n"
+        "rule = gradlift.rules.parse('auto')\n"
+        "state = rule.advance(rule.init(), gradlift.Reading(False, 1.0))\n"
+        "assert state.scale == 2.0**30, state\n"
+    )
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-S", "-c", code], env=env, timeout=60, check=True)
+
+
+def test_command_line_without_its_packages_says_what_to_install():
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "gradlift"],
+        env=env,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'gradlift[report]'" in done.stderr
+
+
+@pytest.mark.parametrize("module", [gradlift, gradlift.rules], ids=lambda m: m.__name__)
+def test_all_is_what_is_public(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    names = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    assert set(module.__all__) == names
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def public_objects():
+    for module in (gradlift, gradlift.rules, importlib.import_module("gradlift.numpy")):
+        names = getattr(module, "__all__", None) or [
+            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+        ]
+        for name in names:
+            value = getattr(module, name)
+            if callable(value) and not name.startswith("_"):
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("thing", list(public_objects()))
+def test_public_names_have_a_docstring_with_an_example(thing):
+    assert thing.__doc__
+    assert ">>>" in thing.__doc__ or thing.__name__ in ("Grads", "Update")
+
+
+def modules():
+    for info in pkgutil.walk_packages(gradlift.__path__, "gradlift."):
+        if info.name.split(".")[1] not in ("torch", "jax", "keras", "__main__"):
+            yield info.name
+
+
+@pytest.mark.parametrize("name", ["gradlift", *modules()])
+def test_docstring_examples(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+def snippets():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
+            yield pytest.param(page, code, id=f"{page.name}-{i}")
+
+
+@pytest.mark.parametrize(("page", "code"), list(snippets()))
+def test_documents_run(page, code, tmp_path, monkeypatch):
+    """Each python block runs by itself; `>>>` blocks must print what they say."""
+    monkeypatch.chdir(tmp_path)
+    if ">>>" in code:
+        test = doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), 0)
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        runner.run(test)
+        assert runner.failures == 0
+    else:
+        exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_the_pages_have_snippets_at_all():
+    assert len(list(snippets())) >= 3
+
+
+def test_architecture_names_only_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:src|tests|benchmarks|docs|examples)/[\w/.]+)`", text)
+    assert len(named) > 10
+    assert [n for n in named if not (ROOT / n).exists()] == []

@@ -1,0 +1,121 @@
+"""Replay: the same rule gives the same run; another rule what it would have done."""
+
+import math
+import random
+
+import pytest
+
+from gradlift import Cause, Journal, Reading, Verdict, read_journal, replay, rules
+from gradlift.journal import Run, Step
+from gradlift.verdict import decide
+
+
+def record(rule, peaks, dead=(), empty=()):
+    """A run as an adapter would record it, with real overflow."""
+    rule = rules.parse(rule)
+    state, steps = rule.init(), []
+    for i, peak in enumerate(peaks):
+        scaled = peak * state.scale
+        bad = scaled >= 65520 or i in dead
+        reading = Reading(bad, math.inf if bad else scaled, i in dead, checked=i not in empty)
+        verdict, cause = decide(reading, state, rule)
+        after = rule.advance(state, reading)
+        steps.append(
+            Step(
+                i,
+                state.scale,
+                after.scale,
+                amax=reading.amax,
+                nonfinite=bad,
+                verdict=verdict,
+                cause=cause,
+            )
+        )
+        state = after
+    return Run(header={"rule": str(rule)}, steps=steps)
+
+
+def noise(n, seed=0, centre=0.0):
+    rng = random.Random(seed)
+    return [2.0 ** rng.gauss(centre, 1.5) for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    "rule", ["torch:growth_interval=20", "megatron:growth_interval=9", "auto", "logmax", "mxnet"]
+)
+def test_the_same_rule_gives_the_same_run(rule):
+    run = record(rule, noise(2000), dead={5, 6, 700}, empty={9, 701})
+    again = replay(run, rule)
+    assert run.skipped > 0
+    assert again.undecided == 0
+    for a, b in zip(again.steps, run.steps, strict=True):
+        assert (a.scale, a.next_scale, a.verdict, a.cause) == (
+            b.scale,
+            b.next_scale,
+            b.verdict,
+            b.cause,
+        )
+
+
+def test_a_clean_run_tells_everything_about_another_rule():
+    peaks = noise(1000)
+    recorded, truth = record("static:2^4", peaks), record("torch:growth_interval=20", peaks)
+    assert recorded.skipped == 0
+    again = replay(recorded, "torch:growth_interval=20")
+    assert again.undecided == 0
+    assert [s.scale for s in again.steps] == [s.scale for s in truth.steps]
+    assert [s.verdict for s in again.steps] == [s.verdict for s in truth.steps]
+    assert again.skipped == truth.skipped > 10
+    assert again.header["replay_of"] == "static:16"
+    assert all(e.what == "skip" for e in again.events)
+
+
+def test_an_overflow_is_unknown_below_its_scale_and_certain_above():
+    run = record("static:2^16", [4.0, 0.001])
+    assert run.skipped == 1
+    below, above = replay(run, "static:2^15"), replay(run, "static:2^17")
+    assert [s.verdict for s in below.steps] == [None, Verdict.APPLY]
+    assert below.undecided == 1
+    assert "cannot tell" in below.events[0].detail["text"]
+    assert [s.verdict for s in above.steps] == [Verdict.SKIP, Verdict.APPLY]
+    assert replay(below, "static:2^17").undecided == 1  # what was not known stays unknown
+
+
+def test_steps_without_amax():
+    run = Run(steps=[Step(0, 8.0, 8.0)])
+    assert replay(run, "static:4").undecided == 0
+    assert replay(run, "static:16").undecided == 1
+
+
+def test_retries():
+    run = record("static:1", [64.0] * 3)
+    plain = replay(run, "dynamic")
+    retried = replay(run, "dynamic", retries=10)
+    assert plain.skipped == 3
+    assert retried.skipped == 0
+    assert retried.steps[0].retries == 7
+    assert retried.steps[0].scale == 2.0**9  # 64 * 2^10 = 65536 overflows
+
+
+def test_causes_survive():
+    run = record("static:8", [1.0] * 3, dead={1}, empty={2})
+    causes = [s.cause for s in replay(run, "static:4").steps]
+    assert causes == [Cause.NONE, Cause.LOSS_NONFINITE, Cause.NO_GRADIENTS]
+
+
+def test_from_a_file_and_back(tmp_path):
+    run = record("static:2^4", noise(50))
+    with Journal(tmp_path / "run.jsonl") as journal:
+        journal.describe(rule="static:2^4")
+        for step in run.steps:
+            journal.step(step)
+    again = replay(tmp_path / "run.jsonl", "auto")
+    with Journal(tmp_path / "again.jsonl") as journal:
+        for step in again.steps:
+            journal.step(step)
+    back = read_journal(tmp_path / "again.jsonl")
+    assert [s.scale for s in back.steps] == [s.scale for s in again.steps]
+
+
+def test_an_empty_run():
+    assert replay(Run(), "auto").steps == []
