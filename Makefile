@@ -15,7 +15,7 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process.
-SUITES := core conformance torch jax keras-jax keras-torch
+SUITES := core numpy torch jax keras-jax keras-torch
 
 .PHONY: run test lint bench docs clean $(SUITES:%=test-%)
 
