@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check -q install -c constraints.txt
+PIP    := $(BIN)/pip --disable-pip-version-check -qq install -c constraints.txt
 
 # What the frameworks need; tests and examples inherit it.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
@@ -17,18 +17,18 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process.
 SUITES := core numpy torch jax keras-jax keras-torch
 
-.PHONY: run test lint bench docs clean $(SUITES:%=test-%)
+.PHONY: run test lint bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift demo
 
 test: $(SUITES:%=test-%)
 
-test-keras-%: $(VENV)/.test
+test-keras-%: $(VENV)/.test always
 	@echo "== tests/keras on $*"
 	@KERAS_BACKEND=$* $(BIN)/pytest tests/keras
 
-test-%: $(VENV)/.test
+test-%: $(VENV)/.test always
 	@echo "== tests/$*"
 	@$(BIN)/pytest tests/$*
 

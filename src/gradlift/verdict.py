@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import SettingsError
 from .reading import Reading
@@ -170,6 +172,28 @@ init_scale or use the rule 'auto'.
     )
 
 
+class Culprit(str):
+    """The name of a parameter whose gradient was not finite; `kind` is "inf" or "nan".
+
+    >>> Culprit("head.weight", "nan") == "head.weight", Culprit("head.weight", "nan").described
+    (True, 'head.weight (nan)')
+    """
+
+    kind: str
+
+    def __new__(cls, name: str, kind: str = "") -> Culprit:
+        culprit = super().__new__(cls, name)
+        culprit.kind = kind
+        return culprit
+
+    @property
+    def described(self) -> str:
+        return f"{self} ({self.kind})" if self.kind else str(self)
+
+    def __reduce__(self) -> tuple[type[Culprit], tuple[str, str]]:
+        return Culprit, (str(self), self.kind)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step came to.
@@ -191,6 +215,10 @@ class StepResult:
     """Parameters with non-finite gradients, the first to go wrong in front."""
     retries: int = 0
     """How often this batch was recomputed at a lower scale."""
+    micro_batch: int | None = None
+    """Index in the window of the first micro-batch that went wrong, where it is known."""
+    notes: tuple[str, ...] = ()
+    """What else is worth knowing, such as "loss computed in float16"."""
 
     @property
     def stepped(self) -> bool:
@@ -207,5 +235,31 @@ class StepResult:
         if self.retries:
             said += f", {self.retries} retries"
         if self.culprits:
-            said += f", first non-finite: {self.culprits[0]}"
-        return said
+            first = self.culprits[0]
+            said += f", first non-finite: {getattr(first, 'described', first)}"
+        if self.micro_batch is not None:
+            said += f", micro-batch {self.micro_batch}"
+        return "; ".join([said, *self.notes])
+
+
+class LaterResult(StepResult):
+    """A result whose values still lie on a device: `read()` fetches them when first asked for.
+
+    >>> result = LaterResult(lambda: StepResult(Verdict.APPLY, Cause.NONE, 8.0))
+    >>> result.stepped
+    True
+    """
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        object.__setattr__(self, "_read", read)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _RESULT_FIELDS:
+            values = object.__getattribute__(self, "__dict__")
+            read = values.pop("_read", None)
+            if read is not None:
+                values.update(vars(read()))
+        return object.__getattribute__(self, name)
+
+
+_RESULT_FIELDS = frozenset(f.name for f in fields(StepResult))

@@ -75,6 +75,7 @@ class Headroom(_Bounded):
     max_scale: float = 2.0**40
 
     name = "headroom"
+    magnitudes = True
 
     def __post_init__(self) -> None:
         check = Checked(self)
@@ -155,6 +156,7 @@ class LogMax(_Bounded):
     max_scale: float = 2.0**14
 
     name = "logmax"
+    magnitudes = True
 
     def __post_init__(self) -> None:
         check = Checked(self)
@@ -219,6 +221,7 @@ class Histogram(Rule):
     max_scale: float = 2.0**40
 
     name = "histogram"
+    magnitudes = True
 
     def __post_init__(self) -> None:
         check = Checked(self)

@@ -54,6 +54,8 @@ class Rule:
     """
 
     name = "rule"
+    magnitudes = False
+    """Does `advance` look at amax? Where not, an adapter need not take it."""
     min_scale: float
     max_scale: float
 

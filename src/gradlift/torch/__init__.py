@@ -1,0 +1,15 @@
+"""PyTorch: `GradScaler`, a drop-in for `torch.amp.GradScaler` that tells what happened.
+
+>>> import torch
+>>> from gradlift.torch import GradScaler
+>>> model = torch.nn.Linear(4, 1)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> scaler = GradScaler("cpu", rule="auto")
+>>> result = scaler.train_step(lambda: model(torch.ones(2, 4)).mean(), optimizer, max_norm=1.0)
+>>> result.stepped
+True
+"""
+
+from ._scaler import GradScaler
+
+__all__ = ["GradScaler"]

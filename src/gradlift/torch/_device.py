@@ -1,0 +1,236 @@
+"""The same track on an accelerator: state in persistent tensors, and nothing waits for a value.
+
+Not run on a GPU yet: proven on fake CUDA tensors with device-to-host copies banned, and on CPU
+tensors against the track in numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reading import Reading
+from ..rules import ScaleState
+from ..verdict import Cause, LaterResult, StepResult, Verdict, decide
+from ._agree import agree
+from ._apply import folded_step, is_fused, multiply
+from ._inspect import device_look
+from ._names import culprits_by_peak
+from ._track import Track, Window
+
+
+class _Copy:
+    """A few scalars on their way to the host in one transfer."""
+
+    def __init__(self, scalars: list[Any], device: torch.device) -> None:
+        self.scalars, self.device = scalars, device
+        self.host: Tensor | None = None
+        self.event: Any = None
+
+    def packed(self) -> Tensor:
+        return torch.stack(
+            [torch.as_tensor(x, device=self.device).reshape(()).float() for x in self.scalars]
+        )
+
+    def start(self) -> None:
+        """Begins the copy without waiting for it."""
+        packed = self.packed()
+        if packed.device.type == "cuda":
+            self.host = torch.empty(packed.shape, pin_memory=True)
+            self.host.copy_(packed, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.host = packed.cpu()
+
+    def values(self) -> list[float]:
+        if self.host is None:
+            return self.packed().tolist()
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+class DeviceTrack(Track):
+    """A track whose state lives on `device`; reading a number from it is up to the caller."""
+
+    device: torch.device
+    tensors: ScaleState
+    skips_seen: Tensor
+    flags: list[Tensor]
+
+    @classmethod
+    def take(cls, track: Track, device: torch.device) -> DeviceTrack:
+        """Moves a track to a device; what it holds in this window comes along."""
+        moved = cls.__new__(cls)
+        moved.__dict__.update(track.__dict__)
+        moved.device = device
+        moved.tensors = ScaleState(
+            torch.full((), track.state.scale, dtype=torch.float32, device=device),
+            *(torch.full((), int(x), dtype=torch.int32, device=device) for x in track.state[1:]),
+        )
+        moved.skips_seen = torch.full((), track.skipped, dtype=torch.int32, device=device)
+        moved.dead = torch.full((), bool(track.dead), dtype=torch.bool, device=device)
+        moved.flags = []
+        return moved
+
+    def clear(self) -> None:
+        super().clear()
+        self.flags = []
+        if "device" in self.__dict__:
+            self.dead = torch.zeros((), dtype=torch.bool, device=self.device)
+
+    def numbers(self) -> ScaleState:
+        # Two transfers: a count may have more digits than a float32 holds.
+        counts = torch.stack(list(self.tensors[1:])).tolist()
+        return ScaleState(self.tensors.scale.item(), *counts)
+
+    def put(self, state: ScaleState) -> None:
+        for held, value in zip(self.tensors, state):
+            held.fill_(value)
+
+    def factor(self, device: torch.device) -> Any:
+        return self.tensors.scale.to(device, non_blocking=True)
+
+    def inverse(self) -> Any:
+        return self.tensors.scale.reciprocal()
+
+    def note(self, loss: Tensor) -> None:
+        value = loss.detach().sum() if loss.numel() != 1 else loss.detach().reshape(())
+        self.loss = self.loss + value.float().to(self.device, non_blocking=True)
+        dead = torch.isfinite(value).logical_not().to(self.device, non_blocking=True)
+        self.dead = self.dead.logical_or(dead)
+        self.flags.append(dead)
+
+    def cap(self, ceiling: float) -> None:
+        self.ceiling = ceiling
+        if self.calls == 0:
+            self.tensors.scale.clamp_(max=ceiling)
+
+    def look_back(self, loss: Tensor) -> None:
+        grads = self.known_gradients(loss)
+        if grads:
+            found = device_look(grads, torch.ones_like(self.tensors.scale), norm=False).nonfinite
+            self.flags[-1] = self.flags[-1].logical_or(found)
+
+    def read(self, window: Window, norm: bool) -> None:
+        if not window.grads:
+            window.reading = self.agreed(Reading(nonfinite=False, amax=0.0, checked=False))
+            return
+        inverse = self.inverse()
+        window.look = found = device_look(window.grads, inverse, norm=norm or self.want_norm)
+        window.norm = found.squares.sqrt() * inverse
+        window.reading = self.agreed(
+            Reading(
+                nonfinite=found.nonfinite,
+                amax=found.amax,
+                loss_nonfinite=self.dead if self.trusts_its_loss else False,
+                norm=window.norm,
+            )
+        )
+
+    def agreed(self, reading: Reading) -> Reading:
+        return reading if self.group is None else agree(reading, self.group, self.device)
+
+    def clip(self, window: Window, max_norm: float) -> Any:
+        window.coefficient = (max_norm / (window.norm + 1e-6)).clamp(max=1.0)
+        return window.norm
+
+    def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
+        args, kwargs = call
+        window.stepped = True
+        if reading.checked is False:
+            window.verdict, window.cause = Verdict.SKIP, Cause.NO_GRADIENTS
+            return None
+        bad = reading.nonfinite
+        if isinstance(reading.loss_nonfinite, Tensor):
+            bad = bad.logical_or(reading.loss_nonfinite)
+        coefficient = window.coefficient
+        if is_fused(window.optimizer) and not retries_left:
+            held = None if window.unscaled else self.tensors.scale
+            grad_scale = held if held is not None else torch.ones_like(self.tensors.scale)
+            if isinstance(coefficient, Tensor):
+                grad_scale = grad_scale / coefficient
+            return folded_step(window.optimizer, grad_scale, bad.float(), *args, **kwargs)
+        window.verdict, window.cause = self.decided(reading, retries_left)  # the one read
+        window.stepped = window.verdict is not Verdict.RETRY
+        if window.verdict is not Verdict.APPLY:
+            return None
+        factor = coefficient if window.unscaled else self.inverse() * coefficient
+        multiply(window.params, window.grads, factor)
+        return window.optimizer.step(*args, **kwargs)
+
+    def decided(self, reading: Reading, retries_left: int = 0) -> tuple[Verdict, Cause]:
+        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
+        values = [torch.as_tensor(f, device=self.device).float() for f in flags]
+        nonfinite, dead, checked = (x > 0 for x in torch.stack(values).tolist())
+        told = Reading(nonfinite, math.inf, dead, checked)
+        return decide(
+            told,
+            self.numbers(),
+            self.rule,
+            self.limits,
+            loss_known=self.calls > 0 and self.trusts_its_loss,
+            retries_left=retries_left,
+        )
+
+    def result(self, window: Window, retries: int, *, soon: bool = False) -> StepResult:
+        """A result that is fetched when asked; `soon` starts the copy now, for a later look."""
+        reading, found, params = window.reading, window.look, window.params
+        assert reading is not None
+        calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
+        state = self.tensors
+        held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
+        parts = [*held, reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.norm]
+        copy = _Copy([*parts, *self.flags], self.device)
+        if soon:
+            copy.start()
+
+        def read() -> StepResult:
+            scale, skips, left, nonfinite, dead, checked, norm, *flags = copy.values()
+            told = Reading(nonfinite > 0, math.inf, dead > 0, checked > 0)
+            before = self.rule.init()._replace(scale=scale, skips=int(skips), left=int(left))
+            verdict, cause = window.verdict, window.cause
+            if verdict is None:
+                verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
+            bad = verdict is not Verdict.APPLY and cause is not Cause.NO_GRADIENTS
+            which = next((i for i, f in enumerate(flags) if f), calls - 1 if calls else None)
+            blamed: tuple[str, ...] = ()
+            if found is not None and told.nonfinite:
+                blamed = culprits_by_peak(params, found.peaks, self.names)
+            norm = math.nan if bad else norm
+            object.__setattr__(later, "before", before)
+            return StepResult(
+                verdict, cause, scale, norm, blamed, retries, which if bad else None, notes
+            )
+
+        later = LaterResult(read)
+        return later
+
+    def combined(self) -> Reading:
+        readings = [w.reading for w in self.windows.values() if w.reading is not None]
+        seen = [r for r in readings if r.checked is not False]
+        if not seen:
+            return Reading(nonfinite=False, amax=0.0, checked=False)
+        all_of = seen[0]
+        for r in seen[1:]:
+            all_of = all_of._replace(
+                nonfinite=all_of.nonfinite.logical_or(r.nonfinite),
+                amax=torch.maximum(all_of.amax, r.amax),
+                norm=torch.hypot(all_of.norm, r.norm),
+            )
+        return all_of
+
+    def advance(self, reading: Reading) -> None:
+        after = self.rule.advance(self.tensors, reading, torch)
+        bad = after.skips > 0
+        for held, new in zip(self.tensors, after):
+            if new is not held:
+                held.copy_(new)
+        if math.isfinite(self.ceiling):
+            self.tensors.scale.clamp_(max=self.ceiling)
+        if reading.checked is not False:
+            self.skips_seen.add_(bad)

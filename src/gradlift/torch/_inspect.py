@@ -1,0 +1,222 @@
+"""One read of an optimizer's scaled gradients: finite? how large? which norm?
+
+On the CPU a scalar is free to read, so the answer is Python numbers. Elsewhere it stays in 0-d
+tensors on the device and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import MisuseError
+from ..formats import FP32
+
+_SMALL = 2**12  # elements: gradients up to this size are looked at together
+_CACHED = 2**18  # elements: a piece that is still in the cache when it is read again
+_LARGE = 2**22  # elements: the most that one float32 dot product adds up
+_TINY = 1e-30  # below it a float32 sum of squares has lost digits to underflow
+
+
+class Look(NamedTuple):
+    """What the scaled gradients showed."""
+
+    nonfinite: Any
+    """bool, or a bool tensor on a device."""
+    squares: Any
+    """Sum of squares, as scaled."""
+    amax: Any
+    """Largest finite |g|; inf where it was not taken."""
+    peaks: Any = None
+    """Device only: the largest |g| of each tensor, non-finite where the tensor is."""
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The elements to look at: a sparse gradient's values, everything else as it is."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def flat(g: Tensor) -> Tensor:
+    """All elements in one dimension; a copy only if memory order leaves no other way."""
+    if g.dim() == 1 and g.is_contiguous():
+        return g
+    if not g.is_contiguous() and g.dim() > 1:  # channels_last and other permutations are dense
+        strides = g.stride()
+        order = sorted(range(g.dim()), key=lambda d: -strides[d])
+        g = g.permute(order)
+    return g.reshape(-1)
+
+
+def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) -> Look:
+    """The CPU's look: one dot product gives the norm and the finite check in one read.
+
+    Read in pieces that fit the cache, so that amax, where it is wanted, costs no second read from
+    memory, and so that a float32 sum stays exact to 1e-6. A sum of squares that is not finite, or
+    suspiciously small, is confirmed exactly. `inverse` is 1/scale: what counts is the gradient
+    that will be used, so one that leaves float32 on the way is not finite.
+    """
+    if amax and not norm:
+        return _peaks_only(grads, inverse)
+    squares, largest, top = 0.0, 0.0, 0.0
+    for piece, sources in _pieces(grads, _CACHED if amax else _LARGE):
+        s = torch.dot(piece, piece).item()
+        if not _TINY < s < math.inf:
+            s, peak = _exactly(sources)
+            if math.isinf(peak):
+                return Look(True, math.nan, _finite_amax(grads) if amax else math.inf)
+            top = max(top, peak)
+        elif amax:
+            low, high = torch.aminmax(piece)
+            top = max(top, -low.item(), high.item())
+        squares += s
+        largest = max(largest, s)
+    if math.sqrt(largest) * inverse > FP32.max:  # rare: only then is the peak itself needed
+        top = _finite_amax(grads)
+        if top * inverse > FP32.max:
+            return Look(True, math.nan, top if amax else math.inf)
+    return Look(False, squares, top if amax else math.inf)
+
+
+def _peaks_only(grads: list[Tensor], inverse: float) -> Look:
+    """amax and the finite check, no norm: aminmax lets NaN through, and inf is the largest."""
+    top = 0.0
+    for piece, _ in _pieces(grads, _LARGE):
+        low, high = torch.aminmax(piece)
+        peak = max(-low.item(), high.item())
+        if not peak * inverse <= FP32.max:
+            return Look(True, math.nan, _finite_amax(grads))
+        top = max(top, peak)
+    return Look(False, math.nan, top)
+
+
+def _pieces(grads: list[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """All elements as flat float32 or float64 pieces of at most `size`, and where they come from.
+
+    Small gradients are put together: thousands of them cost one product instead of thousands.
+    """
+    small: list[Tensor] = []
+    held = 0
+    for g in grads:
+        n = g.numel()
+        if n == 0:
+            continue
+        if n <= _SMALL and g.dtype is torch.float32:
+            small.append(flat(g))
+            held += n
+            if held >= _CACHED:
+                yield torch.cat(small), small
+                small, held = [], 0
+            continue
+        v = flat(g)
+        if v.dtype in (torch.float16, torch.bfloat16):
+            for part in v.split(_CACHED):
+                yield part.float(), [part]
+        elif n <= size:
+            yield v, [v]
+        else:
+            for part in v.split(size):
+                yield part, [part]
+    if small:
+        yield torch.cat(small), small
+
+
+def _exactly(parts: list[Tensor]) -> tuple[float, float]:
+    """Sum of squares and amax, inf if any element is not finite; slow and always right."""
+    if not all(bool(torch.isfinite(g).all()) for g in parts):
+        return math.inf, math.inf
+    peak = max(_amax(g) for g in parts)
+    if peak == 0:
+        return 0.0, 0.0
+    scaled = [g.to(torch.float64) / peak for g in parts]
+    return math.fsum(torch.dot(v, v).item() for v in scaled) * peak * peak, peak
+
+
+def _amax(g: Tensor) -> float:
+    if g.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(g)
+    return max(-low.item(), high.item())
+
+
+def _finite_amax(grads: list[Tensor]) -> float:
+    """amax of the finite elements, for a step that is not applied anyway."""
+    return max(
+        (_amax(torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)) for g in grads), default=0.0
+    )
+
+
+def device_look(grads: list[Tensor], inverse: Tensor, *, norm: bool) -> Look:
+    """The accelerator's look: per-tensor peaks are exact, and everything stays on the device.
+
+    Gradients on several devices are combined where `inverse` lies.
+    """
+    home = inverse.device
+    peaks, squares = [], []
+    for device in dict.fromkeys(g.device for g in grads):
+        here = [g for g in grads if g.device == device and g.numel()]
+        found = torch.stack([p.float() for p in torch._foreach_norm(here, math.inf)])
+        peaks.append(found.to(home, non_blocking=True))
+        if norm:
+            norms = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
+            squares.append(norms.square().sum().to(home, non_blocking=True))
+    every = torch.cat(peaks)
+    used = every.max() * inverse  # max of a tensor with NaN is NaN
+    nonfinite = torch.isfinite(used).logical_not()
+    finite = torch.where(torch.isfinite(every), every, torch.zeros_like(every)).max()
+    total = torch.stack(squares).sum() if norm else torch.full_like(used, math.nan)
+    return Look(nonfinite, total, finite, every)
+
+
+def kind_of(g: Tensor) -> str:
+    """ "nan", "inf", or "" for a finite gradient.
+
+    >>> kind_of(torch.tensor([1.0, float("inf")]))
+    'inf'
+    """
+    g = dense(g)
+    if torch.isnan(g).any():
+        return "nan"
+    return "inf" if torch.isinf(g).any() else ""
+
+
+def collect(optimizer: Any, allow_fp16_params: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters of an optimizer that have a gradient, and those gradients' elements.
+
+    Sparse gradients are coalesced (duplicates added up) before anybody looks at them.
+    """
+    params, grads = [], []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            g = p.grad
+            if g is None:
+                continue
+            if g.dtype is not torch.float32:
+                _check_dtype(p, g, allow_fp16_params)
+            if g.is_sparse:
+                if not g.is_coalesced():
+                    p.grad = g = g.coalesce()
+                g = g._values()
+            params.append(p)
+            grads.append(g)
+    return params, grads
+
+
+def _check_dtype(p: Tensor, g: Tensor, allow_fp16_params: bool) -> None:
+    from ._names import name_of
+
+    if g.is_complex():
+        raise MisuseError(
+            f"the gradient of {name_of(p)} is complex; loss scaling is for real numbers: keep "
+            "complex parameters in an optimizer of their own, without a scaler"
+        )
+    if p.dtype is torch.float16 and not allow_fp16_params:
+        raise MisuseError(
+            f"{name_of(p)} is a float16 parameter. Updates smaller than its last bit would be "
+            "lost, and fused optimizers are wrong on it. Keep the model in float32 and use "
+            "torch.autocast, or keep float32 master copies in the optimizer; "
+            "allow_fp16_params=True goes on regardless"
+        )

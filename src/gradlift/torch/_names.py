@@ -1,0 +1,70 @@
+"""Parameters by name, for those who must be told which one went wrong."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..verdict import Culprit
+from ._inspect import kind_of
+
+Names = torch.nn.Module | Mapping[str, Tensor] | None
+
+
+def named(source: Names) -> dict[int, str]:
+    """id(parameter) -> name, from a model or a mapping."""
+    if source is None:
+        return {}
+    if isinstance(source, torch.nn.Module):
+        return {id(p): name for name, p in source.named_parameters()}
+    return {id(p): name for name, p in source.items()}
+
+
+def found() -> dict[int, str]:
+    """id(parameter) -> dotted path from the outermost module that owns it, of all living modules.
+
+    Walks every object once, so it is called only when something went wrong.
+    """
+    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    inner = {id(child) for m in modules for child in m.children()}
+    names: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            for name, p in module.named_parameters():
+                names.setdefault(id(p), name)
+    return names
+
+
+def name_of(p: Tensor, names: Mapping[int, str] | None = None) -> str:
+    """The parameter's name, or its shape if no module owns it."""
+    name = (names or {}).get(id(p)) or found().get(id(p))
+    return name or f"a parameter of shape {tuple(p.shape)}"
+
+
+def culprits(params: Iterable[Tensor], names: dict[int, str]) -> tuple[Culprit, ...]:
+    """The parameters with non-finite gradients, in reverse order: backward reached them first."""
+    bad = [(p, kind_of(p.grad)) for p in params if p.grad is not None]
+    return _label([(p, kind) for p, kind in bad if kind], names)
+
+
+def culprits_by_peak(
+    params: list[Tensor], peaks: Any, names: dict[int, str]
+) -> tuple[Culprit, ...]:
+    """The same from per-tensor peaks that were taken on a device."""
+    kinds = ["nan" if x != x else "inf" if x == float("inf") else "" for x in peaks.tolist()]
+    pairs = zip((p for p in params if p.numel()), kinds, strict=True)
+    return _label([(p, kind) for p, kind in pairs if kind], names)
+
+
+def _label(bad: list[tuple[Tensor, str]], names: dict[int, str]) -> tuple[Culprit, ...]:
+    """Names what is bad; what was not in `names` is looked for once and remembered there."""
+    unknown = [p for p, _ in bad if id(p) not in names]
+    if unknown:
+        living = found()
+        for p in unknown:
+            names[id(p)] = living.get(id(p), f"a parameter of shape {tuple(p.shape)}")
+    return tuple(Culprit(names[id(p)], kind) for p, kind in reversed(bad))

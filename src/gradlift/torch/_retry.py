@@ -1,0 +1,40 @@
+"""What must be put back before a batch is computed again: random states, buffers, gradients."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Replay:
+    """Remembers what a forward and backward pass may change besides the optimizer's gradients."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.random = random.getstate()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self.torch = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        modules = [] if model is False else [model]
+        self.buffers = [(b, b.detach().clone()) for m in modules for b in m.buffers()]
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [p for m in modules for p in m.parameters() if id(p) not in stepped]
+        self.grads: list[tuple[Tensor, Tensor | None]] = [
+            (p, None if p.grad is None else p.grad.detach().clone()) for p in others
+        ]
+
+    def restore(self) -> None:
+        random.setstate(self.random)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+        for p, grad in self.grads:
+            p.grad = None if grad is None else grad.clone()

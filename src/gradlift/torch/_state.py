@@ -1,0 +1,148 @@
+"""A scaler's state as a plain dict: torch's five keys, authoritative, and one of our own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingsError, StateError
+from ..journal import Event
+from ..rules import ScaleState
+from ..rules._rule import is_power_of_two
+
+if TYPE_CHECKING:
+    from ._scaler import GradScaler
+
+SCHEMA = 1
+_HISTORY = ("skips", "left", "level", "spread", "seen")  # scale and clean are torch's keys
+
+
+def save(scaler: GradScaler) -> dict[str, Any]:
+    growth, backoff, interval = scaler._factors
+    state = scaler._track(None).numbers()
+    return {
+        "scale": float(state.scale),
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "_growth_tracker": int(state.clean),
+        "gradlift": {
+            "schema": SCHEMA,
+            "rule": scaler._rule.name,
+            **_own(scaler, None),
+            "keys": {
+                key: {"scale": t.numbers().scale, "clean": t.numbers().clean, **_own(scaler, key)}
+                for key, t in scaler._tracks.items()
+                if key is not None
+            },
+            "events": [[e.step, e.what, e.detail] for e in scaler._events],
+        },
+    }
+
+
+def _own(scaler: GradScaler, key: str | None) -> dict[str, Any]:
+    track = scaler._tracks[key]
+    state = track.numbers()
+    skipped = getattr(track, "skips_seen", track.skipped)
+    return {
+        **{name: int(getattr(state, name)) for name in _HISTORY},
+        "steps": track.steps,
+        "skipped": int(skipped),
+    }
+
+
+def load(scaler: GradScaler, data: Any) -> None:
+    """Everything is checked before anything is changed."""
+    if not isinstance(data, dict) or not data:
+        raise StateError(
+            "the scaler state is empty: it was saved from a scaler that was disabled"
+            if data == {}
+            else f"a scaler state is a dict, this is {type(data).__name__}"
+        )
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+        if name not in data:
+            raise StateError(f"this scaler state lacks {name!r}")
+    factors = [data["growth_factor"], data["backoff_factor"], data["growth_interval"]]
+    rule = scaler._rule
+    if scaler._torch_rule:
+        rule = _rule_with(rule, *factors)
+    own = data.get("gradlift", {})
+    if not isinstance(own, dict) or own.get("schema", SCHEMA) != SCHEMA:
+        raise StateError(f"this scaler state's 'gradlift' entry has an unknown schema: {own!r:.80}")
+    same_rule = own.get("rule") == rule.name
+    if own and not same_rule:
+        raise StateError(
+            f"this scaler state was saved with the rule {own.get('rule')!r}, this scaler has "
+            f"{rule.name!r}: make the scaler with the same rule"
+        )
+    states = {None: _state(rule, data["scale"], data["_growth_tracker"], own)}
+    counts = {None: _counts(own)}
+    for key, entry in own.get("keys", {}).items():
+        if not isinstance(entry, dict):
+            raise StateError(f"the state of key {key!r} is {type(entry).__name__}, expected a dict")
+        states[key] = _state(rule, entry.get("scale"), entry.get("clean"), entry)
+        counts[key] = _counts(entry)
+    events = [_event(e) for e in own.get("events", [])]
+
+    scaler._rule, scaler._factors = rule, factors
+    scaler._tracks = {None: scaler._tracks[None]}
+    for key, state in states.items():
+        track = scaler._track(key)
+        track.rule = rule
+        track.put(state)
+        track.steps, track.skipped = counts[key]
+        if hasattr(track, "skips_seen"):
+            track.skips_seen.fill_(track.skipped)
+    scaler._events.clear()
+    scaler._events.extend(events)
+
+
+def _rule_with(rule: Any, growth: Any, backoff: Any, interval: Any) -> Any:
+    import dataclasses
+
+    for name, value in (("growth_factor", growth), ("backoff_factor", backoff)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise StateError(f"{name} is {value!r}, expected a number")
+    powers = rule.powers_of_two and is_power_of_two(growth) and is_power_of_two(backoff)
+    try:
+        return dataclasses.replace(
+            rule,
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+            powers_of_two=powers,
+        )
+    except SettingsError as error:
+        raise StateError(str(error)) from error
+
+
+def _state(rule: Any, scale: Any, clean: Any, own: dict[str, Any]) -> ScaleState:
+    fresh = rule.init()
+    if type(scale) is int or type(scale) is float:
+        inside = math.isfinite(scale) and scale > 0
+        # torch has no bounds: what it saved outside ours is brought inside
+        held = min(max(float(scale), rule.min_scale), rule.max_scale) if inside else scale
+    else:
+        held = scale
+    data = {
+        **rule.dump(fresh),
+        **{name: own[name] for name in _HISTORY if name in own},
+        "scale": held,
+        "clean": clean,
+    }
+    return rule.load(data)
+
+
+def _counts(own: dict[str, Any]) -> tuple[int, int]:
+    counts = own.get("steps", 0), own.get("skipped", 0)
+    if not all(type(n) is int and n >= 0 for n in counts):
+        raise StateError(f"steps and skipped are {counts}, expected two counts")
+    return counts
+
+
+def _event(data: Any) -> Event:
+    try:
+        step, what, detail = data
+        return Event(step, str(what), dict(detail))
+    except (TypeError, ValueError) as error:
+        raise StateError(f"an event is {data!r:.80}, expected [step, what, detail]") from error

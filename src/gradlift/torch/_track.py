@@ -1,0 +1,293 @@
+"""One scale and its window: what `GradScaler` keeps for each key. This is the CPU's, in numbers."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MisuseError
+from ..reading import Reading
+from ..rules import Off, Rule, ScaleState
+from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
+from ._agree import agree, alone
+from ._apply import folded_step, is_fused, multiply
+from ._inspect import Look, collect, look
+from ._names import culprits
+
+HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
+_HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
+
+
+@dataclass
+class Window:
+    """One optimizer between two updates."""
+
+    optimizer: Any
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    look: Look | None = None
+    reading: Reading | None = None
+    culprits: tuple[Culprit, ...] = ()
+    calls: int = -1
+    """How many losses had been scaled when the gradients were looked at."""
+    unscaled: bool = False
+    coefficient: Any = 1.0
+    """The clip coefficient that `step` has still to apply."""
+    norm: Any = math.nan
+    stepped: bool = False
+    verdict: Verdict | None = None
+    cause: Cause = Cause.NONE
+    deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+class Track:
+    """A rule's state, the losses of the current window, and one `Window` an optimizer."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        limits: Limits,
+        group: Any = None,
+        names: Mapping[int, str] | None = None,
+        allow_fp16_params: bool = False,
+        want_amax: bool = False,
+        want_norm: bool = False,
+    ) -> None:
+        self.rule, self.limits, self.group = rule, limits, group
+        self.names = dict(names or {})
+        self.allow_fp16_params = allow_fp16_params
+        self.want_amax, self.want_norm = want_amax, want_norm
+        self.state = rule.init()
+        self.ceiling = math.inf
+        self.steps = self.skipped = 0
+        self.leaves: list[weakref.ref[Tensor]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a new window."""
+        self.windows: dict[int, Window] = {}
+        self.calls = 0
+        self.loss: Any = 0.0
+        self.dead: Any = False
+        self.bad_micro_batch: Any = None
+
+    # What the state is, in numbers
+
+    def numbers(self) -> ScaleState:
+        return self.state
+
+    def put(self, state: ScaleState) -> None:
+        self.state = state
+
+    # scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """loss * scale, in float32 at least; notes whether the loss was finite."""
+        if not loss.is_floating_point():
+            raise MisuseError(f"scale() wants a floating-point loss, this is {loss.dtype}")
+        if self.calls:
+            self.look_back(loss)
+        elif any(w.unscaled for w in self.windows.values()):
+            pass
+        if loss.dtype is torch.float16:
+            self.cap(_HALF_LOSS_CEILING)
+        self.note(loss)
+        self.calls += 1
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return wide * self.factor(loss.device)
+
+    def factor(self, device: torch.device) -> Any:
+        return self.state.scale
+
+    def note(self, loss: Tensor) -> None:
+        value = loss.detach().sum().item() if loss.numel() != 1 else loss.item()
+        self.loss += value
+        if not math.isfinite(value):
+            if not self.dead and self.bad_micro_batch is None:
+                self.bad_micro_batch = self.calls
+            self.dead = True
+
+    def cap(self, ceiling: float) -> None:
+        self.ceiling = ceiling
+        if self.calls == 0 and self.state.scale > ceiling:
+            self.state = self.state._replace(scale=ceiling)
+
+    def look_back(self, loss: Tensor) -> None:
+        """Did the micro-batch before this one leave something non-finite behind?"""
+        if self.bad_micro_batch is None:
+            grads = self.known_gradients(loss)
+            if grads and look(grads, 1.0, amax=False).nonfinite:
+                self.bad_micro_batch = self.calls - 1
+
+    def known_gradients(self, loss: Tensor) -> list[Tensor]:
+        if not self.leaves:
+            self.leaves = [weakref.ref(p) for p in _leaves(loss)]
+        params = (ref() for ref in self.leaves)
+        return [
+            p.grad for p in params if p is not None and p.grad is not None and not p.grad.is_sparse
+        ]
+
+    # inspect, agree
+
+    def window(self, optimizer: Any) -> Window:
+        window = self.windows.get(id(optimizer))
+        if window is None:
+            window = self.windows[id(optimizer)] = Window(optimizer)
+        return window
+
+    def inspect(self, window: Window, *, norm: bool = False) -> Window:
+        """Looks at an optimizer's gradients, once a window."""
+        if window.look is not None:
+            if window.calls != self.calls:
+                raise MisuseError(
+                    "scale() was called after the gradients had been unscaled or clipped, so they "
+                    "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
+                    "after the last backward() before step()"
+                )
+            return window
+        params, grads = collect(window.optimizer, self.allow_fp16_params)
+        window.params, window.grads, window.calls = params, grads, self.calls
+        self.leaves = [weakref.ref(p) for p in params]
+        self.read(window, norm)
+        return window
+
+    def read(self, window: Window, norm: bool) -> None:
+        inverse = 1 / self.state.scale
+        norm = norm or self.want_norm
+        window.look = found = look(window.grads, inverse, amax=self.want_amax, norm=norm)
+        if found.nonfinite:
+            window.culprits = culprits(window.params, self.names)
+        window.norm = math.nan if found.nonfinite else math.sqrt(found.squares) * inverse
+        window.reading = self.agreed(
+            Reading(
+                nonfinite=found.nonfinite,
+                amax=found.amax,
+                loss_nonfinite=self.dead and self.trusts_its_loss,
+                checked=bool(window.grads),
+                norm=window.norm,
+            )
+        )
+
+    @property
+    def trusts_its_loss(self) -> bool:
+        return self.group is not None or alone()
+
+    def agreed(self, reading: Reading) -> Reading:
+        if self.group is None:
+            return reading
+        return agree(reading, self.group, torch.device("cpu"))
+
+    # unscale, clip
+
+    def unscale(self, window: Window) -> None:
+        """Takes the scale out of the gradients now, so that they can be looked at."""
+        if not window.unscaled:
+            multiply(window.params, window.grads, self.inverse())
+            window.unscaled = True
+
+    def inverse(self) -> Any:
+        return 1 / self.state.scale
+
+    def clip(self, window: Window, max_norm: float) -> Any:
+        """Notes the coefficient for `step`; returns the true norm."""
+        if not math.isnan(window.norm):
+            window.coefficient = _single(min(1.0, max_norm / (_single(window.norm) + 1e-6)))
+        return torch.tensor(window.norm, dtype=torch.float32)
+
+    # decide, step
+
+    def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
+        """Applies the step or leaves everything as it is."""
+        args, kwargs = call
+        known = self.calls > 0 and self.trusts_its_loss
+        window.verdict, window.cause = decide(
+            reading,
+            self.state,
+            self.rule,
+            self.limits,
+            loss_known=known,
+            retries_left=retries_left,
+        )
+        window.stepped = window.verdict is not Verdict.RETRY
+        if window.verdict is not Verdict.APPLY:
+            return None
+        factor = window.coefficient * (1.0 if window.unscaled else self.inverse())
+        if not is_fused(window.optimizer):
+            multiply(window.params, window.grads, factor)
+            return window.optimizer.step(*args, **kwargs)
+        grad_scale = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
+        return folded_step(window.optimizer, grad_scale, None, *args, **kwargs)
+
+    def result(self, window: Window, retries: int) -> StepResult:
+        verdict = window.verdict or Verdict.SKIP
+        bad = verdict is not Verdict.APPLY and window.cause is not Cause.NO_GRADIENTS
+        return StepResult(
+            verdict,
+            window.cause,
+            self.state.scale,
+            window.norm,
+            window.culprits,
+            retries,
+            self.micro_batch() if bad else None,
+            self.notes(),
+        )
+
+    def micro_batch(self) -> int | None:
+        if self.bad_micro_batch is None and self.calls:
+            return self.calls - 1
+        return self.bad_micro_batch
+
+    def notes(self) -> tuple[str, ...]:
+        return () if math.isinf(self.ceiling) else (HALF_LOSS,)
+
+    # advance
+
+    def combined(self) -> Reading:
+        """What all optimizers of this window showed together."""
+        readings = [w.reading for w in self.windows.values() if w.reading is not None]
+        checked = [r for r in readings if r.checked]
+        if not checked:
+            return Reading(nonfinite=False, amax=0.0, checked=False)
+        norms = [r.norm for r in checked]
+        return Reading(
+            nonfinite=any(r.nonfinite for r in checked),
+            amax=max(r.amax for r in checked),
+            loss_nonfinite=any(r.loss_nonfinite for r in checked),
+            norm=norms[0] if len(norms) == 1 else math.hypot(*norms),
+        )
+
+    def advance(self, reading: Reading) -> None:
+        state = self.rule.advance(self.state, reading)
+        if state.scale > self.ceiling:
+            state = state._replace(scale=self.ceiling)
+        self.state = state
+
+    def inspects(self) -> bool:
+        return not isinstance(self.rule, Off)
+
+
+def _single(x: float) -> float:
+    """x rounded to float32, as torch's own clipping would have it."""
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The parameters below a loss, found by walking its graph."""
+    seen: set[Any] = set()
+    stack, leaves = [loss.grad_fn], []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack.extend(n for n, _ in node.next_functions)
+    return leaves
