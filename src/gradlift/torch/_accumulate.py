@@ -15,7 +15,8 @@ class DropBad:
 
     def __init__(self, optimizer: Any, *, active: bool = True) -> None:
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sums: list[Tensor | None] = [p.grad for p in self.params] if active else []
+        self.active = active
+        self.sums: list[Tensor | None] = [p.grad for p in self.params]
         self.kept: list[int] = []
         """Indices of the micro-batches that were added up."""
         self.dropped: list[int] = []
@@ -47,6 +48,8 @@ class DropBad:
 
     def finish(self) -> None:
         """Puts the sums where the optimizer looks for them."""
+        if not self.active:
+            return
         self.micro_batch_done()
         for p, total in zip(self.params, self.sums):
             p.grad = total

@@ -60,7 +60,6 @@ class DeviceTrack(Track):
     device: torch.device
     tensors: ScaleState
     skips_seen: Tensor
-    flags: list[Tensor]
 
     @classmethod
     def take(cls, track: Track, device: torch.device) -> DeviceTrack:
@@ -74,12 +73,11 @@ class DeviceTrack(Track):
         )
         moved.skips_seen = torch.full((), track.skipped, dtype=torch.int32, device=device)
         moved.dead = torch.full((), bool(track.dead), dtype=torch.bool, device=device)
-        moved.flags = []
+        moved.flags = [torch.full_like(moved.dead, bool(f)) for f in track.flags]
         return moved
 
     def clear(self) -> None:
         super().clear()
-        self.flags = []
         if "device" in self.__dict__:
             self.dead = torch.zeros((), dtype=torch.bool, device=self.device)
 
@@ -105,6 +103,9 @@ class DeviceTrack(Track):
         self.dead = self.dead.logical_or(dead)
         self.flags.append(dead)
 
+    def dead_for_sure(self) -> bool:
+        return False  # nobody knows yet
+
     def cap(self, ceiling: float) -> None:
         self.ceiling = ceiling
         if self.calls == 0:
@@ -112,13 +113,16 @@ class DeviceTrack(Track):
 
     def look_back(self, loss: Tensor) -> None:
         grads = self.known_gradients(loss)
-        if grads:
+        if grads:  # no need to wait for the answer
             found = device_look(grads, torch.ones_like(self.tensors.scale), norm=False).nonfinite
             self.flags[-1] = self.flags[-1].logical_or(found)
 
     def read(self, window: Window, norm: bool) -> None:
         if not window.grads:
-            window.reading = self.agreed(Reading(nonfinite=False, amax=0.0, checked=False))
+            gone = bool(self.left_out)
+            dead = gone and not self.spoiled
+            nothing = Reading(gone, math.inf if gone else 0.0, dead, checked=gone)
+            window.reading = self.agreed(nothing)
             return
         inverse = self.inverse()
         window.look = found = device_look(window.grads, inverse, norm=norm or self.want_norm)
@@ -142,22 +146,22 @@ class DeviceTrack(Track):
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         args, kwargs = call
         window.stepped = True
-        if reading.checked is False:
+        if window.look is None and self.group is None and not self.left_out:
             window.verdict, window.cause = Verdict.SKIP, Cause.NO_GRADIENTS
             return None
-        bad = reading.nonfinite
-        if isinstance(reading.loss_nonfinite, Tensor):
-            bad = bad.logical_or(reading.loss_nonfinite)
         coefficient = window.coefficient
-        if is_fused(window.optimizer) and not retries_left:
+        if is_fused(window.optimizer) and not retries_left and not window.done and window.grads:
             held = None if window.unscaled else self.tensors.scale
             grad_scale = held if held is not None else torch.ones_like(self.tensors.scale)
             if isinstance(coefficient, Tensor):
                 grad_scale = grad_scale / coefficient
+            bad = reading.nonfinite
+            if isinstance(reading.loss_nonfinite, Tensor):
+                bad = bad.logical_or(reading.loss_nonfinite)
             return folded_step(window.optimizer, grad_scale, bad.float(), *args, **kwargs)
         window.verdict, window.cause = self.decided(reading, retries_left)  # the one read
         window.stepped = window.verdict is not Verdict.RETRY
-        if window.verdict is not Verdict.APPLY:
+        if window.verdict is not Verdict.APPLY or window.done:
             return None
         factor = coefficient if window.unscaled else self.inverse() * coefficient
         multiply(window.params, window.grads, factor)
@@ -182,7 +186,7 @@ class DeviceTrack(Track):
         reading, found, params = window.reading, window.look, window.params
         assert reading is not None
         calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
-        state = self.tensors
+        state, left_out = self.tensors, self.left_out
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
         parts = [*held, reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.norm]
         copy = _Copy([*parts, *self.flags], self.device)
@@ -198,6 +202,7 @@ class DeviceTrack(Track):
                 verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
             bad = verdict is not Verdict.APPLY and cause is not Cause.NO_GRADIENTS
             which = next((i for i, f in enumerate(flags) if f), calls - 1 if calls else None)
+            which = left_out[0] if left_out else which
             blamed: tuple[str, ...] = ()
             if found is not None and told.nonfinite:
                 blamed = culprits_by_peak(params, found.peaks, self.names)
@@ -216,6 +221,8 @@ class DeviceTrack(Track):
         if not seen:
             return Reading(nonfinite=False, amax=0.0, checked=False)
         all_of = seen[0]
+        if self.spoiled:
+            all_of = all_of._replace(nonfinite=torch.ones_like(self.dead))
         for r in seen[1:]:
             all_of = all_of._replace(
                 nonfinite=all_of.nonfinite.logical_or(r.nonfinite),
@@ -234,3 +241,12 @@ class DeviceTrack(Track):
             self.tensors.scale.clamp_(max=self.ceiling)
         if reading.checked is not False:
             self.skips_seen.add_(bad)
+
+    def next_scale(self) -> Any:
+        return self.tensors.scale.clone()
+
+    def scale_tensor(self) -> Tensor:
+        return self.tensors.scale
+
+    def skipped_steps(self) -> int:
+        return int(self.skips_seen)

@@ -6,31 +6,27 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import MisuseError, SettingsError, StateError, TrainingHalted
-from ..journal import Event, Journal, Step
-from ..reading import Reading
-from ..rules import Backoff, Off, Rule, ScaleState, parse
-from ..rules._rule import LARGEST, is_power_of_two
-from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
+from ..errors import MisuseError, SettingsError
+from ..journal import Event, Journal
+from ..rules import Backoff, Off, Rule, parse
+from ..rules._rule import is_power_of_two
+from ..verdict import Cause, Limits, StepResult, Verdict
 from ._accumulate import DropBad
 from ._apply import Snapshot, is_fused, multiply, refuse
 from ._device import DeviceTrack
+from ._drop_in import torch_rule, with_scale
 from ._names import Names, named
+from ._report import Report, Told, learning_rate
 from ._retry import Replay
 from ._state import load, save
-from ._statistics import statistics
 from ._track import Track, Window
-
-_EVENTS = 64
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -94,45 +90,40 @@ step in `update()`) |
             self._enabled = False
         if skip not in ("each", "all"):
             raise SettingsError(f"skip is {skip!r}, expected 'each' or 'all'")
+        factors = growth_factor, backoff_factor, growth_interval
         self._torch_rule = rule is None
-        self._rule = (
-            _torch_rule(
-                init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
-            )
-            if rule is None
-            else parse(rule)
+        self._rule: Rule = (
+            torch_rule(init_scale, *factors, min_scale, max_scale) if rule is None else parse(rule)
         )
-        self._factors = [growth_factor, backoff_factor, growth_interval]
+        self._factors: list[Any] = list(factors)
         self._limits = Limits(max_consecutive_skips, on_floor)
         self._skip = skip
         self._group = process_group
-        self._journal = journal
         self._names = named(names)
         self._allow_fp16_params = allow_fp16_params
-        self._on_event = on_event
-        self._sample_every = sample_every
-        self._force_device_path = False
+        self._report = Report(
+            self._rule, self._limits, journal, self._names, on_event, sample_every
+        )
+        self._force_device_path = False  # for tests: CPU tensors take the accelerator's path
         self._tracks: dict[str | None, Track] = {None: self._new_track()}
-        self._events: deque[Event] = deque(maxlen=_EVENTS)
-        self._pending: list[Callable[[], None]] = []
-        self._since = time.perf_counter()
-        self._described = False
         self._dropping: DropBad | None = None
         self.result: StepResult | None = None
-        """What the last step came to."""
+        """What the last step came to; valid until the next one."""
 
     def _new_track(self) -> Track:
+        recorded = self._report.journal is not None
         return Track(
             self._rule,
             limits=self._limits,
             group=self._group,
             names=self._names,
             allow_fp16_params=self._allow_fp16_params,
-            want_amax=self._rule.magnitudes or self._journal is not None,
-            want_norm=self._journal is not None,
+            want_amax=self._rule.magnitudes or recorded,
+            want_norm=recorded,
         )
 
     def _track(self, key: str | None, device: torch.device | None = None) -> Track:
+        """The track of a key; it moves to the device where its first loss or parameter lies."""
         track = self._tracks.get(key)
         if track is None:
             track = self._tracks[key] = self._new_track()
@@ -171,13 +162,15 @@ step in `update()`) |
 
     # inspect, unscale, clip
 
-    def _inspected(self, optimizer: Any, key: str | None, what: str, *, norm: bool) -> Any:
+    def _inspected(
+        self, optimizer: Any, key: str | None, call: str, *, norm: bool = False
+    ) -> tuple[Track, Window]:
         refuse(optimizer)
         track = self._track(key, _home(optimizer))
         window = track.window(optimizer)
         if window.stepped or window.deferred:
             raise MisuseError(
-                f"{what} was called after step() on this optimizer: call scaler.update() first, "
+                f"{call} was called after step() on this optimizer: call scaler.update() first, "
                 "once an iteration"
             )
         return track, track.inspect(window, norm=norm)
@@ -188,7 +181,7 @@ step in `update()`) |
         Calling it again in the same window does nothing. `clip_grad_norm_` is faster.
         """
         if self._active:
-            track, window = self._inspected(optimizer, key, "unscale_()", norm=False)
+            track, window = self._inspected(optimizer, key, "unscale_()")
             track.unscale(window)
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, key: str | None = None) -> Tensor:
@@ -209,8 +202,7 @@ step in `update()`) |
             params = [p for group in optimizer.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm)
         track, window = self._inspected(optimizer, key, "clip_grad_norm_()", norm=True)
-        norm: Tensor = track.clip(window, max_norm)
-        return norm
+        return track.clip(window, max_norm)
 
     # step
 
@@ -228,19 +220,17 @@ step in `update()`) |
         `scaler.scale(loss).backward()`, returning the plain loss; an overflow anywhere in their
         search puts parameters and state back.
         """
+        if max_norm is not None:
+            self.clip_grad_norm_(optimizer, max_norm, key=key)
         if not self._active:
-            if max_norm is not None:
-                self.clip_grad_norm_(optimizer, max_norm)
             self.result = StepResult(Verdict.APPLY, Cause.NONE, 1.0)
             return optimizer.step(*args, **kwargs)
         closure = kwargs.get("closure") or (args[0] if args and callable(args[0]) else None)
         if closure is not None:
-            return self._closure_step(optimizer, closure, max_norm, key)
+            return self._closure_step(optimizer, closure, key)
         if "grad_scaler" in _step_arguments(optimizer):
             kwargs["grad_scaler"] = self
-        track, window = self._inspected(optimizer, key, "step()", norm=max_norm is not None)
-        if max_norm is not None:
-            self.clip_grad_norm_(optimizer, max_norm, key=key)
+        track, window = self._inspected(optimizer, key, "step()")
         if self._skip == "all":
             window.deferred = (args, kwargs)
             return None
@@ -250,31 +240,23 @@ step in `update()`) |
         self,
         track: Track,
         window: Window,
-        reading: Reading,
+        reading: Any,
         call: Any,
         retries_left: int = 0,
         retries: int = 0,
     ) -> Any:
-        self._sample(track, window)
+        """Decides, applies or not, and says so in `result`."""
+        self._report.begin(track, window)
         value = track.finish(window, reading, retries_left, call)
-        if isinstance(track, DeviceTrack):
-            self.result = track.result(window, retries, soon=self._reports)
-        else:
-            self.result = track.result(window, retries)
+        window.result = self.result = track.result(window, retries, soon=self._report.wanted)
         if window.verdict is Verdict.HALT:
-            state, step, result = track.numbers(), track.steps, self.result
+            before, step, result = track.numbers(), track.steps, self.result
             self._end_window(None, track)
-            self._pending.clear()
-            raise self._halt(result, state, step)
+            raise self._report.halt(result, before, step)
         return value
 
-    def _halt(self, result: StepResult, before: ScaleState, step: int) -> TrainingHalted:
-        said = explain_halt(result.cause, before, self._rule, step=step, culprits=result.culprits)
-        return TrainingHalted(said)
-
-    def _closure_step(
-        self, optimizer: Any, closure: Callable[[], Any], max_norm: float | None, key: str | None
-    ) -> Any:
+    def _closure_step(self, optimizer: Any, closure: Callable[[], Any], key: str | None) -> Any:
+        refuse(optimizer)
         track = self._track(key, _home(optimizer))
         before = Snapshot(optimizer)
 
@@ -282,13 +264,10 @@ step in `update()`) |
             track.windows.pop(id(optimizer), None)
             with torch.enable_grad():
                 loss = closure()
-            window = track.inspect(track.window(optimizer), norm=max_norm is not None)
-            if max_norm is not None:
-                track.clip(window, max_norm)
+            window = track.inspect(track.window(optimizer))
             if _is_bad(window.reading):
                 raise _Overflow
-            multiply(window.params, window.grads, _product(window.coefficient, track.inverse()))
-            window.unscaled, window.coefficient = True, 1.0
+            multiply(window.params, window.grads, track.inverse())
             return loss
 
         value = None
@@ -303,15 +282,9 @@ step in `update()`) |
         if _is_bad(window.reading):
             before.restore()
             optimizer.zero_grad()
-        # The optimizer has stepped already, or was put back: only the verdict is left to reach.
-        window.optimizer = _Done
+        window.done = True
         self._finish(track, window, window.reading, ((), {}))
         return value
-
-    def _sample(self, track: Track, window: Window) -> None:
-        every = self._sample_every
-        if self._journal is not None and every and track.steps % every == 0 and window.grads:
-            self._journal.sample(track.steps, statistics(window.params, window.grads, self._names))
 
     # update
 
@@ -324,8 +297,7 @@ step in `update()`) |
             return
         if new_scale is not None:
             track = self._track(None)
-            value = float(new_scale)
-            track.put(_with_scale(self._rule, track.numbers(), value))
+            track.put(with_scale(self._rule, track.numbers(), float(new_scale)))
             track.clear()
             return
         for key, track in list(self._tracks.items()):
@@ -335,140 +307,21 @@ step in `update()`) |
     def _end_window(self, key: str | None, track: Track) -> None:
         reading = track.combined()
         for window in track.windows.values():
-            if window.deferred and window.verdict is None and not window.stepped:
+            if window.deferred and not window.stepped:
                 self._finish(track, window, reading, window.deferred)
-        if not any(w.stepped for w in track.windows.values()):
+        results = [w.result for w in track.windows.values() if w.result is not None]
+        if not results:
             return  # unscale_() without step(): the window goes on
-        before = track.numbers() if not isinstance(track, DeviceTrack) else None
+        loss = track.loss if track.calls else math.nan
+        lr = learning_rate(track)
         track.advance(reading)
-        self._count_and_report(key, track, reading, before)
-        track.clear()
-
-    @property
-    def _reports(self) -> bool:
-        return self._journal is not None or self._on_event is not None or self._limits != Limits()
-
-    def _count_and_report(
-        self, key: str | None, track: Track, reading: Reading, before: ScaleState | None
-    ) -> None:
-        result, step, loss = self.result, track.steps, track.loss
-        if result is None:
-            return
-        if before is not None:  # in numbers: report at once
-            nothing = result.cause is Cause.NO_GRADIENTS
-            worst = next(
-                (w for w in track.windows.values() if w.verdict not in (Verdict.APPLY, None)), None
-            )
-            if worst is not None and not nothing:
-                track.skipped += 1
-                shown = track.result(worst, result.retries) if worst.cause else result
-                shown = dataclasses.replace(shown, scale=before.scale)
-                self._tell(key, step, shown, track.state.scale)
-                self._warn_at_floor(shown)
-            self._record(track, step, reading, result, before.scale, track.state.scale, loss)
-        elif self._reports:
-            after = track.tensors.scale.clone()  # type: ignore[attr-defined]
-            self._report_late(key, track, step, reading, result, after, loss)
+        told = Told(key, track.steps, reading, results, track.next_scale(), loss, lr)
         track.steps += 1
-
-    def _report_late(
-        self,
-        key: str | None,
-        track: Track,
-        step: int,
-        reading: Reading,
-        result: StepResult,
-        after: Tensor,
-        loss: Any,
-    ) -> None:
-        """What happened on a device is told one step later, when it has long arrived."""
-        due, self._pending = self._pending, []
-
-        def tell() -> None:
-            told = reading._replace(
-                amax=float(reading.amax),
-                nonfinite=bool(reading.nonfinite),
-                loss_nonfinite=bool(reading.loss_nonfinite),
-            )
-            if not result.stepped and result.cause is not Cause.NO_GRADIENTS:
-                self._tell(key, step, result, float(after))
-                self._warn_at_floor(result)
-            self._record(track, step, told, result, result.scale, float(after), float(loss))
-            if result.verdict is Verdict.HALT:
-                raise self._halt(result, result.before, step)  # type: ignore[attr-defined]
-
-        self._pending.append(tell)
-        for say in due:
-            say()
-
-    def _tell(self, key: str | None, step: int, result: StepResult, next_scale: float) -> None:
-        detail = {
-            "cause": result.cause.name,
-            "scale": result.scale,
-            "next_scale": next_scale,
-            "culprits": [getattr(c, "described", c) for c in result.culprits],
-            "micro_batch": result.micro_batch,
-        }
-        if key is not None:
-            detail["key"] = key
-        event = Event(step, str(result.verdict), detail)
-        self._events.append(event)
-        if self._journal is not None:
-            self._journal.event(event.what, step, **detail)
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def _warn_at_floor(self, result: StepResult) -> None:
-        if result.cause is Cause.FLOOR and self._limits.on_floor == "warn":
-            warnings.warn(
-                f"non-finite gradients at the smallest scale, {result.scale:g}: the step was "
-                f"skipped. Culprits: {', '.join(result.culprits) or 'unknown'}",
-                stacklevel=4,
-            )
-
-    def _record(
-        self,
-        track: Track,
-        step: int,
-        reading: Reading,
-        result: StepResult,
-        scale: float,
-        next_scale: float,
-        loss: float,
-    ) -> None:
-        if self._journal is None:
-            return
-        self._describe(track)
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        optimizer = next((w.optimizer for w in track.windows.values()), None)
-        groups = getattr(optimizer, "param_groups", None) or [{}]
-        self._journal.step(
-            Step(
-                step,
-                scale,
-                next_scale,
-                amax=float(reading.amax),
-                nonfinite=bool(reading.nonfinite),
-                loss=loss if track.calls else math.nan,
-                norm=float(reading.norm),
-                lr=float(groups[0].get("lr", math.nan)),
-                verdict=result.verdict,
-                cause=result.cause,
-                culprits=result.culprits,
-                retries=result.retries,
-                seconds=seconds,
-            )
-        )
-
-    def _describe(self, track: Track) -> None:
-        if not self._described and self._journal is not None:
-            self._described = True
-            params = [p for w in track.windows.values() for p in w.params]
-            sizes = {self._names[id(p)]: p.numel() for p in params if id(p) in self._names}
-            self._journal.describe(
-                rule=str(self._rule), framework="torch", formats=["fp16"], parameters=sizes
-            )
+        track.clear()
+        if not isinstance(track, DeviceTrack):
+            self._report.now(told)
+        elif self._report.wanted:
+            self._report.later(told)
 
     # a whole step
 
@@ -497,43 +350,35 @@ step in `update()`) |
                 "(model=False says that nothing needs it)"
             )
         kept = Replay(model, optimizer) if retries and self._active else None
-        tries = 0
-        while True:
+        for tries in range(retries + 1):
             optimizer.zero_grad(set_to_none=True)
             losses = closure()
             loss = sum(losses[1:], losses[0]) if isinstance(losses, (tuple, list)) else losses
             self.scale(loss, key=key).backward()
-            if not self._active:
-                self.step(optimizer, max_norm=max_norm)
+            if kept is None:
+                self.step(optimizer, max_norm=max_norm, key=key)
                 break
-            track, window = self._inspected(optimizer, key, "step()", norm=max_norm is not None)
             if max_norm is not None:
-                track.clip(window, max_norm)
+                self.clip_grad_norm_(optimizer, max_norm, key=key)
+            track, window = self._inspected(optimizer, key, "step()")
             self._finish(track, window, window.reading, ((), {}), retries - tries, tries)
             if window.verdict is not Verdict.RETRY:
-                self.update()
                 break
-            tries += 1
-            self._again(key, track, window)
-            assert kept is not None
+            track.advance(track.combined())
+            self._report.event(key, track.steps, self._result, track.numbers().scale)
+            track.clear()
             kept.restore()
-        assert self.result is not None
-        if self.result.stepped:
-            if scheduler is not None:
-                scheduler.step()
-        else:
+        self.update()
+        if not self._result.stepped:
             optimizer.zero_grad(set_to_none=True)
-        return self.result
+        elif scheduler is not None:
+            scheduler.step()
+        return self._result
 
-    def _again(self, key: str | None, track: Track, window: Window) -> None:
-        """After an overflow that will be retried: only the scale moves."""
+    @property
+    def _result(self) -> StepResult:
         assert self.result is not None
-        result, before = self.result, track.numbers()
-        track.advance(track.combined())
-        self._tell(
-            key, track.steps, dataclasses.replace(result, scale=before.scale), track.numbers().scale
-        )
-        track.clear()
+        return self.result
 
     # accumulation
 
@@ -543,41 +388,33 @@ step in `update()`) |
 
         Costs one more copy of the gradients, and one read and one addition a micro-batch. The sum
         is over the clean micro-batches: if you divide each loss by their number, a window with one
-        of four left out has three quarters of its usual length; `kept` and `dropped` tell.
+        of four left out has three quarters of its usual length; `kept` and `dropped` tell. An
+        overflow that was left out still lowers the scale.
 
         >>> w = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=1.0)
         >>> with scaler.accumulate(optimizer) as window:
-        ...     for x in (1.0, float("inf"), 2.0):
-        ...         scaler.scale((w * x).sum()).backward()
+        ...     for x in (1.0, 1e38, 2.0):
+        ...         scaler.scale((w * x * x).sum()).backward()
         >>> window.dropped, w.grad
-        ([1], tensor([3.]))
+        ([1], tensor([5.]))
         """
-        if not self._active or not drop_bad:
-            yield DropBad(optimizer, active=False)
-            return
-        dropping = DropBad(optimizer)
-        self._dropping = dropping
+        dropping = DropBad(optimizer, active=self._active and drop_bad)
+        self._dropping = dropping if dropping.active else None
         try:
             yield dropping
             dropping.finish()
         finally:
             self._dropping = None
-        track = self._track(None, _home(optimizer))
-        track.dead = track.dead if isinstance(track.dead, Tensor) else False
-        track.bad_micro_batch = dropping.dropped[0] if dropping.dropped else None
-        if isinstance(track, DeviceTrack):
-            track.dead = torch.zeros_like(track.dead)
+        if dropping.dropped:
+            self._track(None, _home(optimizer)).leave_out(dropping.dropped)
 
     # counters, state, torch's accessors
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were not applied, of all keys."""
-        return sum(
-            int(t.skips_seen) if isinstance(t, DeviceTrack) else t.skipped
-            for t in self._tracks.values()
-        )
+        return sum(t.skipped_steps() for t in self._tracks.values())
 
     @property
     def consecutive_skips(self) -> int:
@@ -587,7 +424,7 @@ step in `update()`) |
     @property
     def events(self) -> list[Event]:
         """The last 64 skips, retries and halts."""
-        return list(self._events)
+        return list(self._report.events)
 
     def get_scale(self, key: str | None = None) -> float:
         """The scale of the next step; 1.0 if disabled."""
@@ -600,7 +437,7 @@ step in `update()`) |
         return self._factors[1]
 
     def get_growth_interval(self) -> int:
-        return int(self._factors[2])
+        return self._factors[2]
 
     def set_growth_factor(self, new_factor: float) -> None:
         self._set_factors(growth_factor=new_factor)
@@ -617,23 +454,19 @@ step in `update()`) |
                 f"the rule {str(self._rule)!r} has no {', '.join(changes)}: pass a rule with the "
                 "settings you want"
             )
-        odd = any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items())
-        if odd:
+        if any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items()):
             changes["powers_of_two"] = False
-        self._rule = dataclasses.replace(self._rule, **changes)
-        self._factors = [
-            self._rule.growth_factor,
-            self._rule.backoff_factor,
-            self._rule.growth_interval,
-        ]
+        rule = dataclasses.replace(self._rule, **changes)
+        self._factors = [rule.growth_factor, rule.backoff_factor, rule.growth_interval]
+        self._use_rule(rule)
+
+    def _use_rule(self, rule: Rule) -> None:
+        self._rule = self._report.rule = rule
         for track in self._tracks.values():
-            track.rule = self._rule
+            track.rule = rule
 
     def _get_scale_async(self) -> Tensor | None:
-        track = self._track(None)
-        if isinstance(track, DeviceTrack):
-            return track.tensors.scale
-        return torch.tensor(track.state.scale, dtype=torch.float32)
+        return self._track(None).scale_tensor()
 
     def _get_growth_tracker(self) -> int:
         return int(self._track(None).numbers().clean) if self._active else 0
@@ -655,83 +488,27 @@ step in `update()`) |
             load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the state; journal, callback and process group stay here."""
         if any(t.windows for t in self._tracks.values()):
             raise MisuseError(
                 "a GradScaler can be copied or pickled between update() and the next step() only"
             )
-        state = self.__dict__.copy()
-        for left_behind in ("_journal", "_group", "_on_event"):  # belong to this process
-            state[left_behind] = None
-        state["_tracks"], state["_names"] = {}, {}
-        state["_pending"], state["result"], state["_dropping"] = [], None, None
-        state["_saved"] = self.state_dict()
-        return state
+        state = {**self.__dict__, "_saved": self.state_dict()}
+        for name in ("_tracks", "_report", "_dropping", "result"):
+            del state[name]
+        return {**state, "_group": None, "_names": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_saved")
         self.__dict__.update(state)
+        self._report = Report(self._rule, self._limits, None, self._names, None, None)
         self._tracks = {None: self._new_track()}
+        self._dropping = self.result = None
         self.load_state_dict(saved)
 
 
 class _Overflow(Exception):
     """Leaves an optimizer's line search."""
-
-
-class _Done:
-    """Stands in for an optimizer that has stepped already."""
-
-    param_groups: tuple[Any, ...] = ()
-
-    @staticmethod
-    def step() -> None:
-        return None
-
-
-def _torch_rule(
-    init: float, growth: float, backoff: float, interval: int, low: float, high: float | None
-) -> Backoff:
-    """torch's own rule, within bounds; whatever torch accepts is accepted."""
-    if not growth > 1.0:
-        raise SettingsError(f"growth_factor is {growth!r}, expected more than 1")
-    if not 0.0 < backoff < 1.0:
-        raise SettingsError(f"backoff_factor is {backoff!r}, expected a number in (0, 1)")
-    if not (math.isfinite(init) and init > 0):
-        raise SettingsError(f"init_scale is {init!r}, expected a finite number above 0")
-    high = LARGEST if high is None else high
-    odd = {
-        name: value
-        for name, value in (("init_scale", init), ("growth", growth), ("backoff", backoff))
-        if not is_power_of_two(value)
-    }
-    if odd:
-        name, value = next(iter(odd.items()))
-        warnings.warn(
-            f"{name} is {value!r}, not a power of two: every gradient will be rounded once more "
-            "when it is unscaled",
-            stacklevel=4,
-        )
-    if not low <= init <= high:
-        warnings.warn(
-            f"init_scale is {init!r}, outside [{low:g}, {high:g}]: the nearest bound is used",
-            stacklevel=4,
-        )
-    return Backoff(
-        init_scale=min(max(init, low), high),
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=interval,
-        min_scale=low,
-        max_scale=high,
-        powers_of_two=not odd,
-    )
-
-
-def _with_scale(rule: Rule, state: ScaleState, scale: float) -> ScaleState:
-    """`state` with another scale, or an error if the rule could not have it."""
-    if not (math.isfinite(scale) and scale > 0):
-        raise StateError(f"scale is {scale!r}, expected a finite number above 0")
-    return state._replace(scale=min(max(scale, rule.min_scale), rule.max_scale))
 
 
 def _home(optimizer: Any) -> torch.device | None:
@@ -741,15 +518,9 @@ def _home(optimizer: Any) -> torch.device | None:
     return None
 
 
-def _is_bad(reading: Reading | None) -> bool:
+def _is_bad(reading: Any) -> bool:
     return reading is not None and bool(reading.nonfinite or reading.loss_nonfinite)
 
 
-def _product(coefficient: Any, inverse: Any) -> Any:
-    return coefficient * inverse
-
-
-def _step_arguments(optimizer: Any) -> Any:
-    if not is_fused(optimizer):
-        return ()
-    return inspect.signature(optimizer.step).parameters
+def _step_arguments(optimizer: Any) -> Iterable[str]:
+    return inspect.signature(optimizer.step).parameters if is_fused(optimizer) else ()

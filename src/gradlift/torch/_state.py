@@ -35,7 +35,7 @@ def save(scaler: GradScaler) -> dict[str, Any]:
                 for key, t in scaler._tracks.items()
                 if key is not None
             },
-            "events": [[e.step, e.what, e.detail] for e in scaler._events],
+            "events": [[e.step, e.what, e.detail] for e in scaler.events],
         },
     }
 
@@ -43,11 +43,10 @@ def save(scaler: GradScaler) -> dict[str, Any]:
 def _own(scaler: GradScaler, key: str | None) -> dict[str, Any]:
     track = scaler._tracks[key]
     state = track.numbers()
-    skipped = getattr(track, "skips_seen", track.skipped)
     return {
         **{name: int(getattr(state, name)) for name in _HISTORY},
         "steps": track.steps,
-        "skipped": int(skipped),
+        "skipped": track.skipped_steps(),
     }
 
 
@@ -84,8 +83,9 @@ def load(scaler: GradScaler, data: Any) -> None:
         counts[key] = _counts(entry)
     events = [_event(e) for e in own.get("events", [])]
 
-    scaler._rule, scaler._factors = rule, factors
+    scaler._factors = factors
     scaler._tracks = {None: scaler._tracks[None]}
+    scaler._use_rule(rule)
     for key, state in states.items():
         track = scaler._track(key)
         track.rule = rule
@@ -93,8 +93,8 @@ def load(scaler: GradScaler, data: Any) -> None:
         track.steps, track.skipped = counts[key]
         if hasattr(track, "skips_seen"):
             track.skips_seen.fill_(track.skipped)
-    scaler._events.clear()
-    scaler._events.extend(events)
+    scaler._report.events.clear()
+    scaler._report.events.extend(events)
 
 
 def _rule_with(rule: Any, growth: Any, backoff: Any, interval: Any) -> Any:

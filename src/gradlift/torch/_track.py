@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import MisuseError
 from ..reading import Reading
-from ..rules import Off, Rule, ScaleState
+from ..rules import Rule, ScaleState
 from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
 from ._agree import agree, alone
 from ._apply import folded_step, is_fused, multiply
@@ -40,10 +40,14 @@ class Window:
     coefficient: Any = 1.0
     """The clip coefficient that `step` has still to apply."""
     norm: Any = math.nan
+    deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What `step` was called with, where `update` is to carry it out."""
+    done: bool = False
+    """The optimizer has moved the weights already: it took a closure."""
     stepped: bool = False
     verdict: Verdict | None = None
     cause: Cause = Cause.NONE
-    deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    result: StepResult | None = None
 
 
 class Track:
@@ -76,7 +80,10 @@ class Track:
         self.calls = 0
         self.loss: Any = 0.0
         self.dead: Any = False
-        self.bad_micro_batch: Any = None
+        self.flags: list[Any] = []
+        """For each micro-batch: was it bad, as far as its loss or its gradients have shown?"""
+        self.left_out: list[int] = []
+        self.spoiled = False
 
     # What the state is, in numbers
 
@@ -92,10 +99,8 @@ class Track:
         """loss * scale, in float32 at least; notes whether the loss was finite."""
         if not loss.is_floating_point():
             raise MisuseError(f"scale() wants a floating-point loss, this is {loss.dtype}")
-        if self.calls:
+        if self.calls and not self.dead_for_sure():
             self.look_back(loss)
-        elif any(w.unscaled for w in self.windows.values()):
-            pass
         if loss.dtype is torch.float16:
             self.cap(_HALF_LOSS_CEILING)
         self.note(loss)
@@ -109,10 +114,12 @@ class Track:
     def note(self, loss: Tensor) -> None:
         value = loss.detach().sum().item() if loss.numel() != 1 else loss.item()
         self.loss += value
-        if not math.isfinite(value):
-            if not self.dead and self.bad_micro_batch is None:
-                self.bad_micro_batch = self.calls
-            self.dead = True
+        self.flags.append(not math.isfinite(value))
+        self.dead = self.dead or self.flags[-1]
+
+    def dead_for_sure(self) -> bool:
+        """Is it settled already which micro-batch was the first bad one?"""
+        return any(self.flags)
 
     def cap(self, ceiling: float) -> None:
         self.ceiling = ceiling
@@ -121,10 +128,15 @@ class Track:
 
     def look_back(self, loss: Tensor) -> None:
         """Did the micro-batch before this one leave something non-finite behind?"""
-        if self.bad_micro_batch is None:
-            grads = self.known_gradients(loss)
-            if grads and look(grads, 1.0, amax=False).nonfinite:
-                self.bad_micro_batch = self.calls - 1
+        grads = self.known_gradients(loss)
+        if grads and look(grads, 1.0, amax=False).nonfinite:
+            self.flags[-1] = True
+
+    def leave_out(self, micro_batches: list[int]) -> None:
+        """These were dropped: their losses no longer count, but their overflow does."""
+        self.left_out = micro_batches
+        self.spoiled = not all(self.flags[i] for i in micro_batches if i < len(self.flags))
+        self.dead, self.flags = False, []
 
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
         if not self.leaves:
@@ -165,12 +177,14 @@ class Track:
         if found.nonfinite:
             window.culprits = culprits(window.params, self.names)
         window.norm = math.nan if found.nonfinite else math.sqrt(found.squares) * inverse
+        nothing_left = bool(self.left_out) and not window.grads
         window.reading = self.agreed(
             Reading(
-                nonfinite=found.nonfinite,
-                amax=found.amax,
-                loss_nonfinite=self.dead and self.trusts_its_loss,
-                checked=bool(window.grads),
+                nonfinite=found.nonfinite or nothing_left,
+                amax=math.inf if nothing_left else found.amax,
+                loss_nonfinite=self.trusts_its_loss
+                and (self.dead or (nothing_left and not self.spoiled)),
+                checked=bool(window.grads) or nothing_left,
                 norm=window.norm,
             )
         )
@@ -216,7 +230,7 @@ class Track:
             retries_left=retries_left,
         )
         window.stepped = window.verdict is not Verdict.RETRY
-        if window.verdict is not Verdict.APPLY:
+        if window.verdict is not Verdict.APPLY or window.done:
             return None
         factor = window.coefficient * (1.0 if window.unscaled else self.inverse())
         if not is_fused(window.optimizer):
@@ -225,7 +239,8 @@ class Track:
         grad_scale = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
         return folded_step(window.optimizer, grad_scale, None, *args, **kwargs)
 
-    def result(self, window: Window, retries: int) -> StepResult:
+    def result(self, window: Window, retries: int, *, soon: bool = False) -> StepResult:
+        """What a finished window came to; `soon` matters on devices only."""
         verdict = window.verdict or Verdict.SKIP
         bad = verdict is not Verdict.APPLY and window.cause is not Cause.NO_GRADIENTS
         return StepResult(
@@ -240,12 +255,17 @@ class Track:
         )
 
     def micro_batch(self) -> int | None:
-        if self.bad_micro_batch is None and self.calls:
-            return self.calls - 1
-        return self.bad_micro_batch
+        """The first bad one; if none had shown by the end, it was the last."""
+        if self.left_out:
+            return self.left_out[0]
+        known = next((i for i, bad in enumerate(self.flags) if bad), None)
+        return self.calls - 1 if known is None and self.calls else known
 
     def notes(self) -> tuple[str, ...]:
-        return () if math.isinf(self.ceiling) else (HALF_LOSS,)
+        said = [] if math.isinf(self.ceiling) else [HALF_LOSS]
+        if self.left_out:
+            said.append(f"micro-batches left out: {self.left_out}")
+        return tuple(said)
 
     # advance
 
@@ -257,20 +277,31 @@ class Track:
             return Reading(nonfinite=False, amax=0.0, checked=False)
         norms = [r.norm for r in checked]
         return Reading(
-            nonfinite=any(r.nonfinite for r in checked),
+            nonfinite=any(r.nonfinite for r in checked) or self.spoiled,
             amax=max(r.amax for r in checked),
             loss_nonfinite=any(r.loss_nonfinite for r in checked),
             norm=norms[0] if len(norms) == 1 else math.hypot(*norms),
         )
 
     def advance(self, reading: Reading) -> None:
+        self.skipped += any(
+            w.verdict is not Verdict.APPLY and w.cause is not Cause.NO_GRADIENTS
+            for w in self.windows.values()
+            if w.stepped
+        )
         state = self.rule.advance(self.state, reading)
         if state.scale > self.ceiling:
             state = state._replace(scale=self.ceiling)
         self.state = state
 
-    def inspects(self) -> bool:
-        return not isinstance(self.rule, Off)
+    def next_scale(self) -> Any:
+        return self.state.scale
+
+    def scale_tensor(self) -> Tensor:
+        return torch.tensor(self.state.scale, dtype=torch.float32)
+
+    def skipped_steps(self) -> int:
+        return self.skipped
 
 
 def _single(x: float) -> float:
