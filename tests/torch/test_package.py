@@ -1,0 +1,60 @@
+"""gradlift.torch from outside: examples in docstrings and documents run, statistics are right."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gradlift.torch
+from gradlift import formats
+from gradlift.torch._statistics import describe
+
+ROOT = Path(__file__).parents[2]
+MODULES = [m.name for m in pkgutil.walk_packages(gradlift.torch.__path__, "gradlift.torch.")]
+
+
+@pytest.mark.parametrize("name", ["gradlift.torch", *MODULES])
+def test_docstring_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def snippets():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for i, code in enumerate(re.findall(r"```python torch\n(.*?)```", page.read_text(), re.S)):
+            yield pytest.param(page, code, id=f"{page.name}-{i}")
+
+
+@pytest.mark.parametrize(("page", "code"), list(snippets()))
+def test_documents_run(page, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_snippets():
+    assert len(list(snippets())) >= 4
+
+
+@pytest.mark.parametrize("format", [formats.FP16, formats.E5M2], ids=str)
+def test_statistics_against_numpy(format):
+    rng = np.random.default_rng(0)
+    g = (rng.standard_normal(5000) * 2.0 ** rng.uniform(-30, 16, 5000)).astype(np.float32)
+    g[:500] = 0
+    told = describe(torch.from_numpy(g), format)
+    size = np.abs(g)
+    assert told["elements"] == 5000
+    assert told["zero"] == (size == 0).mean()
+    assert told["subnormal"] == ((size > 0) & (size < format.smallest_normal)).mean()
+    assert told["near_max"] == (size > format.max / 8).mean()
+    exponents, counts = np.unique(np.frexp(size[size > 0])[1] - 1, return_counts=True)
+    assert told["exponents"] == dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+
+
+def test_constructing_a_scaler_touches_no_device():
+    scaler = gradlift.torch.GradScaler("cpu")
+    assert not torch.cuda.is_initialized()
+    assert scaler.get_scale() == 2.0**16
