@@ -20,7 +20,7 @@ SUITES := core numpy torch jax keras-jax keras-torch
 .PHONY: run test lint bench docs clean always
 
 run: $(VENV)/.run
-	@$(BIN)/gradlift demo
+	@$(BIN)/python examples/torch_gpt_gradlift.py
 
 test: $(SUITES:%=test-%)
 
@@ -39,24 +39,26 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/torch_step.py
+	@$(BIN)/python benchmarks/torch_overhead.py
 
 docs: $(VENV)/.test
 	@$(BIN)/python docs/draw_rules.py
 
-# Light: enough to run the demo.
+# Light: enough for the example. torch goes first and alone: pinned by its exact version it takes
+# the CPU build, and what comes after finds it there.
 $(VENV)/.run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV) ..."
+	@$(PIP) torch==2.13.0
 	@$(PIP) hatchling editables
-	@$(PIP) --no-build-isolation -e ".[numpy,report]"
+	@$(PIP) --no-build-isolation -e ".[numpy,torch,report]"
 	@touch $@
 
-# Everything. torch goes first and alone: pinned by its exact version it takes the CPU build, and
-# what comes after finds it there. deepspeed has no wheel and is built here (none of its ops), in
-# this environment, so that no isolated build pulls another torch.
+# Everything. deepspeed has no wheel and is built here (none of its ops), in this environment, so
+# that no isolated build pulls another torch.
 $(VENV)/.test: $(VENV)/.run
 	@echo "Setting up the frameworks for the tests (a few minutes) ..."
-	@$(PIP) torch==2.13.0
 	@$(PIP) setuptools wheel
 	@$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $@

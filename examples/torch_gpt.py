@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 WIDTH, LAYERS, HEADS, DROPOUT = 128, 4, 4, 0.1
 CONTEXT, BATCH = 32, 8
 LR, MAX_NORM, WARMUP, SAVE_EVERY = 3e-3, 1.0, 20, 50
+COLUMNS = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
 
 
 def load_text() -> tuple[Tensor, Tensor, int]:
@@ -66,8 +67,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.characters = nn.Embedding(vocabulary, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.characters, self.positions = (nn.Embedding(n, WIDTH) for n in (vocabulary, CONTEXT))
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary)
 
@@ -96,10 +96,6 @@ def heldout_loss(model: GPT, tokens: Tensor) -> float:
     return loss
 
 
-def progress_bar() -> Progress:
-    return Progress(*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
-
-
 def train(
     steps: int, seed: int, lr: float, dtype: str, checkpoint: Path | None, planned: int | None
 ) -> tuple[float, float]:
@@ -121,7 +117,7 @@ def train(
         start = saved["step"]
 
     before = heldout_loss(model, heldout)
-    with progress_bar() as bar:
+    with Progress(*COLUMNS) as bar:
         task = bar.add_task(dtype, total=steps, completed=start, loss=before)
         for step in range(start + 1, steps + 1):
             inputs, targets = sample_batch(text)

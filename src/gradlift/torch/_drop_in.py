@@ -1,13 +1,27 @@
-"""torch's own rule, from torch's own arguments."""
+"""What makes the scaler a drop-in: torch's own rule, torch's accessors, copies and pickles."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
-from ..errors import SettingsError, StateError
-from ..rules import Backoff, Rule, ScaleState
+import torch
+from torch import Tensor
+
+from ..errors import MisuseError, SettingsError, StateError
+from ..journal import Event, Journal
+from ..rules import Backoff, Off, Rule, ScaleState, parse
 from ..rules._rule import LARGEST, is_power_of_two
+from ..verdict import Limits, StepResult
+from ._accumulate import DropBad
+from ._device import DeviceTrack
+from ._names import Names, named
+from ._report import Report
+from ._state import load, save
+from ._track import Track
 
 
 def torch_rule(
@@ -63,3 +77,180 @@ def with_scale(rule: Rule, state: ScaleState, scale: float) -> ScaleState:
     if not (math.isfinite(scale) and scale > 0):
         raise StateError(f"scale is {scale!r}, expected a finite number above 0")
     return state._replace(scale=min(max(scale, rule.min_scale), rule.max_scale))
+
+
+class DropIn(torch.amp.GradScaler):
+    """Settings and state of a `GradScaler`, and torch's accessors to them."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        rule: Rule | str | float | None = None,
+        min_scale: float = 2.0**-24,
+        max_scale: float | None = None,
+        on_floor: str = "hold",
+        max_consecutive_skips: int | None = None,
+        skip: str = "each",
+        process_group: Any = None,
+        journal: Journal | None = None,
+        names: Names = None,
+        allow_fp16_params: bool = False,
+        on_event: Callable[[Event], None] | None = None,
+        sample_every: int | None = None,
+    ) -> None:
+        self._device = device
+        self._enabled = enabled
+        if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+            warnings.warn(
+                "GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2
+            )
+            self._enabled = False
+        if skip not in ("each", "all"):
+            raise SettingsError(f"skip is {skip!r}, expected 'each' or 'all'")
+        factors = growth_factor, backoff_factor, growth_interval
+        self._torch_rule = rule is None
+        self._rule: Rule = (
+            torch_rule(init_scale, *factors, min_scale, max_scale) if rule is None else parse(rule)
+        )
+        self._factors: list[Any] = list(factors)
+        self._limits = Limits(max_consecutive_skips, on_floor)
+        self._skip = skip
+        self._group = process_group
+        self._names = named(names)
+        self._allow_fp16_params = allow_fp16_params
+        self._report = Report(
+            self._rule, self._limits, journal, self._names, on_event, sample_every
+        )
+        self._force_device_path = False  # for tests: CPU tensors take the accelerator's path
+        self._tracks: dict[str | None, Track] = {None: self._new_track()}
+        self._dropping: DropBad | None = None
+        self.result: StepResult | None = None
+        """What the last step came to; valid until the next one."""
+
+    def _new_track(self) -> Track:
+        recorded = self._report.journal is not None
+        return Track(
+            self._rule,
+            limits=self._limits,
+            group=self._group,
+            names=self._names,
+            allow_fp16_params=self._allow_fp16_params,
+            want_amax=self._rule.magnitudes or recorded,
+            want_norm=recorded,
+        )
+
+    def _track(self, key: str | None, device: torch.device | None = None) -> Track:
+        """The track of a key; it moves to the device where its first loss or parameter lies."""
+        track = self._tracks.get(key)
+        if track is None:
+            track = self._tracks[key] = self._new_track()
+        if device is None or (device.type == "cpu" and not self._force_device_path):
+            return track
+        if not isinstance(track, DeviceTrack):
+            track = self._tracks[key] = DeviceTrack.take(track, device)
+        return track
+
+    @property
+    def _active(self) -> bool:
+        return self._enabled and not isinstance(self._rule, Off)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not applied, of all keys."""
+        return sum(t.skipped_steps() for t in self._tracks.values())
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied in a row, the most of any key."""
+        return max(int(t.numbers().skips) for t in self._tracks.values())
+
+    @property
+    def events(self) -> list[Event]:
+        """The last 64 skips, retries and halts."""
+        return list(self._report.events)
+
+    def get_scale(self, key: str | None = None) -> float:
+        """The scale of the next step; 1.0 if disabled."""
+        return float(self._track(key).numbers().scale) if self._active else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._factors[0]
+
+    def get_backoff_factor(self) -> float:
+        return self._factors[1]
+
+    def get_growth_interval(self) -> int:
+        return self._factors[2]
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._set_factors(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._set_factors(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._set_factors(growth_interval=new_interval)
+
+    def _set_factors(self, **changes: Any) -> None:
+        if not isinstance(self._rule, Backoff):
+            raise MisuseError(
+                f"the rule {str(self._rule)!r} has no {', '.join(changes)}: pass a rule with the "
+                "settings you want"
+            )
+        if any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items()):
+            changes["powers_of_two"] = False
+        rule = dataclasses.replace(self._rule, **changes)
+        self._factors = [rule.growth_factor, rule.backoff_factor, rule.growth_interval]
+        self._use_rule(rule)
+
+    def _use_rule(self, rule: Rule) -> None:
+        self._rule = self._report.rule = rule
+        for track in self._tracks.values():
+            track.rule = rule
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._track(None).scale_tensor()
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._track(None).numbers().clean) if self._active else 0
+
+    def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        window = self._track(None).windows.get(id(optimizer))
+        if window is None or window.reading is None:
+            return {}
+        bad = torch.as_tensor(window.reading.nonfinite).float()
+        return {bad.device: bad}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's five keys, and one more, "gradlift"; JSON-able. Empty if disabled."""
+        return save(self) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what torch's scaler or this one saved; damage is refused and changes nothing."""
+        if self._enabled:
+            load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the state; journal, callback and process group stay here."""
+        if any(t.windows for t in self._tracks.values()):
+            raise MisuseError(
+                "a GradScaler can be copied or pickled between update() and the next step() only"
+            )
+        state = {**self.__dict__, "_saved": self.state_dict()}
+        for name in ("_tracks", "_report", "_dropping", "result"):
+            del state[name]
+        return {**state, "_group": None, "_names": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("_saved")
+        self.__dict__.update(state)
+        self._report = Report(self._rule, self._limits, None, self._names, None, None)
+        self._tracks = {None: self._new_track()}
+        self._dropping = self.result = None
+        self.load_state_dict(saved)

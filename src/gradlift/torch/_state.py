@@ -11,13 +11,13 @@ from ..rules import ScaleState
 from ..rules._rule import is_power_of_two
 
 if TYPE_CHECKING:
-    from ._scaler import GradScaler
+    from ._drop_in import DropIn
 
 SCHEMA = 1
 _HISTORY = ("skips", "left", "level", "spread", "seen")  # scale and clean are torch's keys
 
 
-def save(scaler: GradScaler) -> dict[str, Any]:
+def save(scaler: DropIn) -> dict[str, Any]:
     growth, backoff, interval = scaler._factors
     state = scaler._track(None).numbers()
     return {
@@ -40,7 +40,7 @@ def save(scaler: GradScaler) -> dict[str, Any]:
     }
 
 
-def _own(scaler: GradScaler, key: str | None) -> dict[str, Any]:
+def _own(scaler: DropIn, key: str | None) -> dict[str, Any]:
     track = scaler._tracks[key]
     state = track.numbers()
     return {
@@ -50,7 +50,7 @@ def _own(scaler: GradScaler, key: str | None) -> dict[str, Any]:
     }
 
 
-def load(scaler: GradScaler, data: Any) -> None:
+def load(scaler: DropIn, data: Any) -> None:
     """Everything is checked before anything is changed."""
     if not isinstance(data, dict) or not data:
         raise StateError(

@@ -1,0 +1,151 @@
+"""PyTorch on the CPU: a scaler's own time in a real training step, and how it grows.
+
+python benchmarks/torch_overhead.py [--steps 20]
+
+The scaler's own time (scale, inspect, clip, advance, journal line) is measured on the gradients of
+the example's GPT with a fused optimizer whose step does nothing, and divided by the median time of
+the whole float16 step (forward, backward, clip, AdamW). Then the same time over more tensors, more
+elements and more steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gradlift import Journal
+from gradlift.torch import GradScaler
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import torch_gpt
+
+torch_gpt.WIDTH = 256  # 3.2M parameters
+
+
+class Idle(torch.optim.SGD):
+    """A fused optimizer that does nothing: what is left is the scaler's own time."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: None = None) -> None:
+        return None
+
+
+def median_ms(work: Callable[[], object], rounds: int) -> float:
+    times = []
+    for i in range(rounds + 3):
+        start = time.perf_counter()
+        work()
+        if i >= 3:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def whole_step(model: torch.nn.Module, text: torch.Tensor, rounds: int) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    scaler = GradScaler("cpu")
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return model(*torch_gpt.sample_batch(text))
+
+    return median_ms(lambda: scaler.train_step(forward, optimizer, max_norm=1.0), rounds)
+
+
+def own_time(
+    params: list[torch.nn.Parameter], rounds: int, make: Callable[[], torch.amp.GradScaler]
+) -> float:
+    optimizer, scaler = Idle(params, lr=1e-4), make()
+    loss = torch.tensor(1.0)
+
+    def work() -> None:
+        scaler.scale(loss)
+        if isinstance(scaler, GradScaler):
+            scaler.step(optimizer, max_norm=1.0)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            scaler.step(optimizer)
+        scaler.update()
+
+    return median_ms(work, rounds)
+
+
+def filled(tensors: int, size: int) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.zeros(size)) for _ in range(tensors)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
+    console = Console()
+    torch.manual_seed(0)
+    text, _, vocabulary = torch_gpt.load_text()
+    model = torch_gpt.GPT(vocabulary)
+    params = list(model.parameters())
+    step = whole_step(model, text, steps)
+    model(*torch_gpt.sample_batch(text)).backward()
+    table = Table(box=box.SIMPLE_HEAD, title=f"CPU; one float16 step of a 3.2M GPT: {step:.0f} ms")
+    for title in ("scaler with clipping", "own time ms", "share of a step", "goal"):
+        table.add_column(title, justify="left" if title.startswith("scaler") else "right")
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "run.jsonl")
+        makes = {
+            "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
+            "gradlift": lambda: GradScaler("cpu"),
+            "gradlift auto": lambda: GradScaler("cpu", rule="auto"),
+            "gradlift, recorded": lambda: GradScaler("cpu", journal=journal, names=model),
+        }
+        for name, make in makes.items():
+            own = own_time(params, 10 * steps, make)
+            goal = "" if name.startswith("torch") else "0.5 %"
+            table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
+    console.print(table)
+
+    table = Table(box=box.SIMPLE_HEAD, title="gradlift's own time, ms")
+    for title in ("what grows", "", "", "", ""):
+        table.add_column(title)
+
+    def grown(cases: list[tuple[int, int]]) -> list[str]:
+        times = [own_time(filled(*case), 2 * steps, lambda: GradScaler("cpu")) for case in cases]
+        return [f"{ms:.2f}" for ms in times]
+
+    counts = (250, 500, 1000, 2000)
+    table.add_row("tensors of 1k", *map(str, counts))
+    table.add_row("", *grown([(n, 1000) for n in counts]))
+    sizes = (4, 8, 16, 32)
+    table.add_row("elements in 10 tensors", *(f"{n}M" for n in sizes))
+    table.add_row("", *grown([(10, n * 100_000) for n in sizes]))
+    many, scaler = filled(50, 1000), GradScaler("cpu")
+    optimizer, after = Idle(many, lr=1e-4), []
+    for upto in (100, 1000, 4000, 16000):
+        while scaler._track(None).steps < upto - 100:
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+
+        def work() -> None:
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+
+        after.append(f"{median_ms(work, 97):.3f}")
+    table.add_row("steps so far (50 tensors of 1k)", "100", "1000", "4000", "16000")
+    table.add_row("", *after)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The examples, run as a reader would run them: from anywhere, as scripts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradlift import read_journal
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PLAIN, LIFTED = EXAMPLES / "torch_gpt.py", EXAMPLES / "torch_gpt_gradlift.py"
+
+
+def run(script, folder, *options):
+    """What the script printed; it ran in an empty folder, without error or warning."""
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, options)],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def same(one, other):
+    """Are two checkpoints equal, tensors to the bit?"""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_plain_training_learns_and_resumes_to_the_bit(tmp_path):
+    plan = ("--planned", 8)
+    said = run(PLAIN, tmp_path, "--steps", 8, *plan, "--checkpoint", "whole.pt")
+    before, after = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
+    assert after < before - 0.5
+
+    run(PLAIN, tmp_path, "--steps", 4, *plan, "--checkpoint", "parts.pt")
+    half_way = torch.load(tmp_path / "parts.pt")
+    run(PLAIN, tmp_path, "--steps", 8, *plan, "--checkpoint", "parts.pt")
+    whole, parts = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt")
+    assert half_way["step"] == 4
+    assert not same(half_way["model"], whole["model"])
+    assert whole.keys() == {"model", "optimizer", "scheduler", "scaler", "rng", "step"}
+    for part in whole:
+        assert same(whole[part], parts[part]), part
+
+
+def test_plain_training_in_float32(tmp_path):
+    said = run(PLAIN, tmp_path, "--steps", 4, "--dtype", "float32", "--checkpoint", "run.pt")
+    before, after = map(float, re.search(r"loss (\S+) -> (\S+)", said).groups())
+    assert after < before
+    assert torch.load(tmp_path / "run.pt")["scaler"] == {}  # disabled
+
+
+def test_lifted_training_tells_what_happened(tmp_path):
+    said = run(LIFTED, tmp_path, "--steps", 8, "--journal", "run.jsonl")
+    rows = {
+        name: value for name, value in re.findall(r"^ +(\S[^0-9]*?) {2,}(\S.*?) {2,}", said, re.M)
+    }
+    recorded = read_journal(tmp_path / "run.jsonl")
+    assert len(recorded.steps) == 8
+    assert recorded.steps[-1].loss < recorded.steps[0].loss
+    assert recorded.skipped > 0
+    assert int(rows["skipped steps"]) == recorded.skipped
+    assert int(rows["batches recomputed"]) == sum(s.retries > 0 for s in recorded.steps)
+    assert rows["causes"] == f"{len(recorded.events)} x overflow"
+    assert float(rows["held-out loss"]) < recorded.steps[0].loss
+    assert 2.0 ** int(rows["final scale"][2:]) == recorded.steps[-1].next_scale
+    assert "on purpose" in said
+    assert re.search(r"skipped, retried 3 x +overflow +2\^32 -> 2\^28 +head\.bias", said)
+
+
+def test_the_plain_example_is_plain():
+    assert "gradlift" not in PLAIN.read_text().lower()
+
+
+@pytest.mark.parametrize("script", [PLAIN, LIFTED], ids=lambda p: p.name)
+def test_examples_are_short(script):
+    assert len(script.read_text().splitlines()) < 150
