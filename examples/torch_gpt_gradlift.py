@@ -87,7 +87,7 @@ def trouble(events: list[Event]) -> Table:
         retries = sum(event.what == "retry" for event in happened)
         outcome = "skipped" if happened[-1].what == "skip" else "applied"
         culprits = last["culprits"] or ["unknown"]
-        more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+        more = f" + {len(culprits) - 1}" if len(culprits) > 1 else ""
         made.add_row(
             str(step),
             f"{outcome}, retried {retries} x",

@@ -56,8 +56,9 @@ class Scalars:
         return a if a <= b else b
 
     @staticmethod
-    def i32(x: Any) -> Any:
-        return int(x)
+    def like(x: Any, held: Any) -> Any:
+        """x with the type of what it replaces."""
+        return type(held)(x)
 
     @staticmethod
     def f32(x: Any) -> Any:
@@ -111,8 +112,8 @@ class Arrays:
     def minimum(self, a: Any, b: Any) -> Any:
         return self.xp.minimum(a, b)
 
-    def i32(self, x: Any) -> Any:
-        return self.xp.asarray(x, dtype=self.xp.int32)
+    def like(self, x: Any, held: Any) -> Any:
+        return self.xp.asarray(x, dtype=held.dtype)
 
     def f32(self, x: Any) -> Any:
         return self.xp.asarray(x, dtype=self.xp.float32)
@@ -123,7 +124,7 @@ class Arrays:
         return (self.bits(self.f32(x)) // 2**15) + NOTHING
 
     def pow2(self, exponent: Any) -> Any:
-        return self.from_bits(self.i32((exponent + 127) * 2**23))
+        return self.from_bits((exponent + 127) * 2**23)
 
     def bits(self, x: Any) -> Any:
         return x.view(self.xp.int32)
@@ -133,7 +134,7 @@ class Arrays:
 
 
 class Torch(Arrays):
-    """torch: maximum and minimum take no Python numbers, asarray would copy to the CPU."""
+    """torch: maximum and minimum take no Python numbers, asarray would make tensors on the CPU."""
 
     def maximum(self, a: Any, b: Any) -> Any:
         return a.clamp(min=b) if self.xp.is_tensor(a) else b.clamp(min=a)
@@ -141,17 +142,11 @@ class Torch(Arrays):
     def minimum(self, a: Any, b: Any) -> Any:
         return a.clamp(max=b) if self.xp.is_tensor(a) else b.clamp(max=a)
 
-    def i32(self, x: Any) -> Any:
-        return (
-            x.to(self.xp.int32) if self.xp.is_tensor(x) else self.xp.tensor(x, dtype=self.xp.int32)
-        )
+    def like(self, x: Any, held: Any) -> Any:
+        return x.to(held.dtype) if self.xp.is_tensor(x) else self.xp.full_like(held, x)
 
     def f32(self, x: Any) -> Any:
-        return (
-            x.to(self.xp.float32)
-            if self.xp.is_tensor(x)
-            else self.xp.tensor(x, dtype=self.xp.float32)
-        )
+        return x.to(self.xp.float32)
 
 
 class Jax(Arrays):
@@ -167,8 +162,8 @@ class Jax(Arrays):
 class Keras(Arrays):
     """keras.ops, whichever backend runs below it."""
 
-    def i32(self, x: Any) -> Any:
-        return self.xp.cast(x, "int32")
+    def like(self, x: Any, held: Any) -> Any:
+        return self.xp.cast(x, "float32" if "float" in str(held.dtype) else "int32")
 
     def f32(self, x: Any) -> Any:
         return self.xp.cast(x, "float32")

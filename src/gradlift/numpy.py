@@ -189,7 +189,8 @@ class Scaler:
             verdict, cause = self._decide(reading, retries - tries)
             if verdict is not Verdict.RETRY:
                 break
-            before, self.state = self.state, self.rule.advance(self.state, reading)
+            before, after = self.state, self.rule.advance(self.state, reading)
+            self.state = after._replace(skips=before.skips)  # a retry is no skip
             self._event("retry", before.scale, cause, culprits(grads))
         return self._finish(weights, grads, update, max_norm, reading, verdict, cause, tries)
 

@@ -81,12 +81,8 @@ class Rule:
         checked = reading.checked
         if checked is True and xp is None:
             return after
-        cast = [ns.f32, *[ns.i32] * 6]
         return ScaleState(
-            *(
-                to(ns.where(checked, new, old))
-                for to, new, old in zip(cast, after, state, strict=True)
-            )
+            *(ns.like(ns.where(checked, new, old), old) for new, old in zip(after, state))
         )
 
     def _respond(

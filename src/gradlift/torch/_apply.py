@@ -31,17 +31,30 @@ def is_fused(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def must_know(optimizer: Any) -> bool:
+    """Fused SGD leaves its momentum uninitialised if its very first step is skipped on a device:
+    before that one step the verdict has to be read."""
+    return (
+        isinstance(optimizer, torch.optim.SGD)
+        and not optimizer.state
+        and any(group["momentum"] for group in optimizer.param_groups)
+    )
+
+
 def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) -> None:
-    """grads *= factor, in place, in one pass; a gradient that cannot be written is replaced."""
+    """grads *= factor, in place, in one pass a device; what cannot be written is replaced."""
     if isinstance(factor, float) and factor == 1.0:
         return
     with torch.no_grad():
-        writable = [g for g in grads if 0 not in g.stride() or g.numel() <= 1]
-        if writable:
-            torch._foreach_mul_(writable, factor)
-        for p, g in zip(params, grads):
+        for i, (p, g) in enumerate(zip(params, grads)):
             if 0 in g.stride() and g.numel() > 1:  # expanded: many elements, one place in memory
-                p.grad = g * factor
+                p.grad = grads[i] = g.clone(memory_format=torch.contiguous_format)
+        if not isinstance(factor, Tensor):
+            torch._foreach_mul_(grads, factor)
+            return
+        for device in dict.fromkeys(g.device for g in grads):
+            here = [g for g in grads if g.device == device]
+            torch._foreach_mul_(here, factor.to(device, non_blocking=True))
 
 
 def folded_step(

@@ -1,6 +1,6 @@
 """The same track on an accelerator: state in persistent tensors, and nothing waits for a value.
 
-Not run on a GPU yet: proven on fake CUDA tensors with device-to-host copies banned, and on CPU
+Not run on a GPU yet: proven on meta and fake tensors with transfers to the host banned, and on CPU
 tensors against the track in numbers.
 """
 
@@ -16,7 +16,7 @@ from ..reading import Reading
 from ..rules import ScaleState
 from ..verdict import Cause, LaterResult, StepResult, Verdict, decide
 from ._agree import agree
-from ._apply import folded_step, is_fused, multiply
+from ._apply import folded_step, is_fused, multiply, must_know
 from ._inspect import device_look
 from ._names import culprits_by_peak
 from ._track import Track, Window
@@ -72,14 +72,10 @@ class DeviceTrack(Track):
             *(torch.full((), int(x), dtype=torch.int32, device=device) for x in track.state[1:]),
         )
         moved.skips_seen = torch.full((), track.skipped, dtype=torch.int32, device=device)
-        moved.dead = torch.full((), bool(track.dead), dtype=torch.bool, device=device)
-        moved.flags = [torch.full_like(moved.dead, bool(f)) for f in track.flags]
+        if track.calls:
+            moved.flags = [torch.full((), bool(f), device=device) for f in track.flags]
+            moved.dead = torch.full((), bool(track.dead), device=device)
         return moved
-
-    def clear(self) -> None:
-        super().clear()
-        if "device" in self.__dict__:
-            self.dead = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def numbers(self) -> ScaleState:
         # Two transfers: a count may have more digits than a float32 holds.
@@ -98,9 +94,10 @@ class DeviceTrack(Track):
 
     def note(self, loss: Tensor) -> None:
         value = loss.detach().sum() if loss.numel() != 1 else loss.detach().reshape(())
-        self.loss = self.loss + value.float().to(self.device, non_blocking=True)
+        if self.want_norm:  # recorded
+            self.loss = self.loss + value.float().to(self.device, non_blocking=True)
         dead = torch.isfinite(value).logical_not().to(self.device, non_blocking=True)
-        self.dead = self.dead.logical_or(dead)
+        self.dead = dead if self.calls == 0 else self.dead.logical_or(dead)
         self.flags.append(dead)
 
     def dead_for_sure(self) -> bool:
@@ -124,9 +121,10 @@ class DeviceTrack(Track):
             nothing = Reading(gone, math.inf if gone else 0.0, dead, checked=gone)
             window.reading = self.agreed(nothing)
             return
-        inverse = self.inverse()
-        window.look = found = device_look(window.grads, inverse, norm=norm or self.want_norm)
-        window.norm = found.squares.sqrt() * inverse
+        window.look = found = device_look(
+            window.grads, self.inverse(), norm=norm or self.want_norm, amax=self.want_amax
+        )
+        window.norm, window.has_norm = found.norm, norm or self.want_norm
         window.reading = self.agreed(
             Reading(
                 nonfinite=found.nonfinite,
@@ -136,21 +134,32 @@ class DeviceTrack(Track):
             )
         )
 
+    def lacks_norm(self, window: Window) -> bool:
+        return bool(window.grads) and not window.has_norm
+
+    def take_norm(self, window: Window) -> None:
+        if window.grads:
+            ones = torch.ones_like(self.tensors.scale)
+            window.norm = device_look(window.grads, ones, norm=True).norm
+
     def agreed(self, reading: Reading) -> Reading:
         return reading if self.group is None else agree(reading, self.group, self.device)
 
     def clip(self, window: Window, max_norm: float) -> Any:
+        if not window.grads:
+            return torch.zeros_like(self.tensors.scale)
         window.coefficient = (max_norm / (window.norm + 1e-6)).clamp(max=1.0)
         return window.norm
 
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         args, kwargs = call
         window.stepped = True
-        if window.look is None and self.group is None and not self.left_out:
+        if not window.grads and self.group is None and not self.left_out:
             window.verdict, window.cause = Verdict.SKIP, Cause.NO_GRADIENTS
             return None
         coefficient = window.coefficient
-        if is_fused(window.optimizer) and not retries_left and not window.done and window.grads:
+        waits = retries_left or window.done or not window.grads or "grad_scaler" in kwargs
+        if is_fused(window.optimizer) and not waits and not must_know(window.optimizer):
             held = None if window.unscaled else self.tensors.scale
             grad_scale = held if held is not None else torch.ones_like(self.tensors.scale)
             if isinstance(coefficient, Tensor):
@@ -164,6 +173,8 @@ class DeviceTrack(Track):
         if window.verdict is not Verdict.APPLY or window.done:
             return None
         factor = coefficient if window.unscaled else self.inverse() * coefficient
+        if "grad_scaler" in kwargs:  # takes the scale out by itself
+            factor = coefficient
         multiply(window.params, window.grads, factor)
         return window.optimizer.step(*args, **kwargs)
 
@@ -188,7 +199,7 @@ class DeviceTrack(Track):
         calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
         state, left_out = self.tensors, self.left_out
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
-        parts = [*held, reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.norm]
+        parts = [*held, reading.nonfinite, reading.loss_nonfinite, reading.checked, window.norm]
         copy = _Copy([*parts, *self.flags], self.device)
         if soon:
             copy.start()
@@ -204,9 +215,9 @@ class DeviceTrack(Track):
             which = next((i for i, f in enumerate(flags) if f), calls - 1 if calls else None)
             which = left_out[0] if left_out else which
             blamed: tuple[str, ...] = ()
-            if found is not None and told.nonfinite:
-                blamed = culprits_by_peak(params, found.peaks, self.names)
-            norm = math.nan if bad else norm
+            if found is not None and found.order and told.nonfinite:
+                blamed = culprits_by_peak(params, found, self.names)
+            norm = math.nan if told.nonfinite else norm
             object.__setattr__(later, "before", before)
             return StepResult(
                 verdict, cause, scale, norm, blamed, retries, which if bad else None, notes
@@ -221,26 +232,27 @@ class DeviceTrack(Track):
         if not seen:
             return Reading(nonfinite=False, amax=0.0, checked=False)
         all_of = seen[0]
-        if self.spoiled:
-            all_of = all_of._replace(nonfinite=torch.ones_like(self.dead))
         for r in seen[1:]:
             all_of = all_of._replace(
                 nonfinite=all_of.nonfinite.logical_or(r.nonfinite),
                 amax=torch.maximum(all_of.amax, r.amax),
+                loss_nonfinite=_either(all_of.loss_nonfinite, r.loss_nonfinite),
                 norm=torch.hypot(all_of.norm, r.norm),
             )
-        return all_of
+        return all_of._replace(nonfinite=True) if self.spoiled else all_of
 
-    def advance(self, reading: Reading) -> None:
+    def advance(self, reading: Reading, *, retry: bool = False) -> None:
         after = self.rule.advance(self.tensors, reading, torch)
-        bad = after.skips > 0
+        if retry or self.stepped_without_some():
+            kept = self.tensors.skips if retry else torch.zeros_like(self.tensors.skips)
+            after = after._replace(skips=kept)
+        elif reading.checked is not False:
+            self.skips_seen.add_(after.skips > 0)
         for held, new in zip(self.tensors, after):
             if new is not held:
                 held.copy_(new)
         if math.isfinite(self.ceiling):
             self.tensors.scale.clamp_(max=self.ceiling)
-        if reading.checked is not False:
-            self.skips_seen.add_(bad)
 
     def next_scale(self) -> Any:
         return self.tensors.scale.clone()
@@ -250,3 +262,9 @@ class DeviceTrack(Track):
 
     def skipped_steps(self) -> int:
         return int(self.skips_seen)
+
+
+def _either(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.logical_or(b)
+    return a if isinstance(a, Tensor) else b

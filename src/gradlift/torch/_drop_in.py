@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MisuseError, SettingsError, StateError
+from ..errors import MisuseError, SettingsError
 from ..journal import Event, Journal
-from ..rules import Backoff, Off, Rule, ScaleState, parse
+from ..rules import Backoff, Off, Rule, parse
 from ..rules._rule import LARGEST, is_power_of_two
 from ..verdict import Limits, StepResult
 from ._accumulate import DropBad
@@ -72,11 +72,17 @@ def torch_rule(
     )
 
 
-def with_scale(rule: Rule, state: ScaleState, scale: float) -> ScaleState:
-    """`state` with a scale set by hand, brought inside the rule's bounds."""
-    if not (math.isfinite(scale) and scale > 0):
-        raise StateError(f"scale is {scale!r}, expected a finite number above 0")
-    return state._replace(scale=min(max(scale, rule.min_scale), rule.max_scale))
+def with_scale_allowed(rule: Rule, scale: float) -> Rule:
+    """The rule, ready for a scale set by hand; or an error if it cannot have that scale."""
+    if not (math.isfinite(scale) and rule.min_scale <= scale <= rule.max_scale):
+        raise SettingsError(
+            f"new_scale is {scale!r}, expected a number in [{rule.min_scale:g}, {rule.max_scale:g}]"
+        )
+    if is_power_of_two(scale) or not rule._powers_only:
+        return rule
+    if isinstance(rule, Backoff):
+        return dataclasses.replace(rule, powers_of_two=False)
+    raise SettingsError(f"new_scale is {scale!r}: the rule {rule.name!r} needs a power of two")
 
 
 class DropIn(torch.amp.GradScaler):
@@ -118,7 +124,7 @@ class DropIn(torch.amp.GradScaler):
         self._rule: Rule = (
             torch_rule(init_scale, *factors, min_scale, max_scale) if rule is None else parse(rule)
         )
-        self._factors: list[Any] = list(factors)
+        self._arguments: list[Any] = list(factors)
         self._limits = Limits(max_consecutive_skips, on_floor)
         self._skip = skip
         self._group = process_group
@@ -179,6 +185,13 @@ class DropIn(torch.amp.GradScaler):
         """The scale of the next step; 1.0 if disabled."""
         return float(self._track(key).numbers().scale) if self._active else 1.0
 
+    @property
+    def _factors(self) -> list[Any]:
+        """Growth factor, backoff factor and interval: the rule's, else as given."""
+        if not isinstance(self._rule, Backoff):
+            return self._arguments
+        return [self._rule.growth_factor, self._rule.backoff_factor, self._rule.growth_interval]
+
     def get_growth_factor(self) -> float:
         return self._factors[0]
 
@@ -206,7 +219,6 @@ class DropIn(torch.amp.GradScaler):
         if any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items()):
             changes["powers_of_two"] = False
         rule = dataclasses.replace(self._rule, **changes)
-        self._factors = [rule.growth_factor, rule.backoff_factor, rule.growth_interval]
         self._use_rule(rule)
 
     def _use_rule(self, rule: Rule) -> None:
@@ -219,6 +231,11 @@ class DropIn(torch.amp.GradScaler):
 
     def _get_growth_tracker(self) -> int:
         return int(self._track(None).numbers().clean) if self._active else 0
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        track = self._track(None)
+        track.inspect(track.window(optimizer))
+        return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         window = self._track(None).windows.get(id(optimizer))

@@ -27,12 +27,14 @@ class Look(NamedTuple):
 
     nonfinite: Any
     """bool, or a bool tensor on a device."""
-    squares: Any
-    """Sum of squares, as scaled."""
+    norm: Any
+    """Norm of the true gradients; NaN where it was not taken."""
     amax: Any
     """Largest finite |g|; inf where it was not taken."""
     peaks: Any = None
-    """Device only: the largest |g| of each tensor, non-finite where the tensor is."""
+    """Device only: the largest |g| of each tensor that has elements, non-finite where it is."""
+    order: tuple[int, ...] = ()
+    """Device only: which gradient each peak belongs to."""
 
 
 def dense(gradient: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) 
         top = _finite_amax(grads)
         if top * inverse > FP32.max:
             return Look(True, math.nan, top if amax else math.inf)
-    return Look(False, squares, top if amax else math.inf)
+    return Look(False, math.sqrt(squares) * inverse, top if amax else math.inf)
 
 
 def _peaks_only(grads: list[Tensor], inverse: float) -> Look:
@@ -149,26 +151,39 @@ def _finite_amax(grads: list[Tensor]) -> float:
     )
 
 
-def device_look(grads: list[Tensor], inverse: Tensor, *, norm: bool) -> Look:
+def device_look(grads: list[Tensor], inverse: Tensor, *, norm: bool, amax: bool = False) -> Look:
     """The accelerator's look: per-tensor peaks are exact, and everything stays on the device.
 
-    Gradients on several devices are combined where `inverse` lies.
+    Gradients on several devices are combined where `inverse` lies. A norm that leaves float32 (it
+    takes elements above 1e19, as scaled) counts as non-finite: clipping by it would be wrong.
     """
     home = inverse.device
-    peaks, squares = [], []
-    for device in dict.fromkeys(g.device for g in grads):
-        here = [g for g in grads if g.device == device and g.numel()]
+    devices = dict.fromkeys(g.device for g in grads)
+    peaks, norms, order = [], [], []
+    for device in devices:
+        indices = [i for i, g in enumerate(grads) if g.device == device and g.numel()]
+        if not indices:
+            continue
+        here = [grads[i] for i in indices]
+        order += indices
         found = torch.stack([p.float() for p in torch._foreach_norm(here, math.inf)])
         peaks.append(found.to(home, non_blocking=True))
         if norm:
-            norms = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
-            squares.append(norms.square().sum().to(home, non_blocking=True))
-    every = torch.cat(peaks)
+            lengths = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
+            norms.append(lengths.to(home, non_blocking=True))
+    if not peaks:
+        zero = torch.zeros_like(inverse)
+        return Look(zero.bool(), zero, zero, None)
+    every = peaks[0] if len(peaks) == 1 else torch.cat(peaks)
     used = every.max() * inverse  # max of a tensor with NaN is NaN
-    nonfinite = torch.isfinite(used).logical_not()
-    finite = torch.where(torch.isfinite(every), every, torch.zeros_like(every)).max()
-    total = torch.stack(squares).sum() if norm else torch.full_like(used, math.nan)
-    return Look(nonfinite, total, finite, every)
+    total = torch.full_like(inverse, math.nan)
+    if norm:
+        lengths = norms[0] if len(norms) == 1 else torch.cat(norms)
+        total = torch.linalg.vector_norm(lengths * inverse)
+        used = torch.maximum(used, total)  # NaN wins here as well
+    finite = torch.isfinite(every)
+    top = torch.where(finite, every, 0.0).max() if amax else torch.full_like(inverse, math.inf)
+    return Look(torch.isfinite(used).logical_not(), total, top, every, tuple(order))
 
 
 def kind_of(g: Tensor) -> str:

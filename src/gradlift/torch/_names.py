@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..verdict import Culprit
-from ._inspect import kind_of
+from ._inspect import Look, kind_of
 
 Names = torch.nn.Module | Mapping[str, Tensor] | None
 
@@ -52,12 +52,14 @@ def culprits(params: Iterable[Tensor], names: dict[int, str]) -> tuple[Culprit, 
 
 
 def culprits_by_peak(
-    params: list[Tensor], peaks: Any, names: dict[int, str]
+    params: list[Tensor], look: Look, names: dict[int, str]
 ) -> tuple[Culprit, ...]:
     """The same from per-tensor peaks that were taken on a device."""
-    kinds = ["nan" if x != x else "inf" if x == float("inf") else "" for x in peaks.tolist()]
-    pairs = zip((p for p in params if p.numel()), kinds, strict=True)
-    return _label([(p, kind) for p, kind in pairs if kind], names)
+    bad = []
+    for i, peak in sorted(zip(look.order, look.peaks.tolist(), strict=True)):
+        if not math.isfinite(peak):
+            bad.append((params[i], "nan" if math.isnan(peak) else "inf"))
+    return _label(bad, names)
 
 
 def _label(bad: list[tuple[Tensor, str]], names: dict[int, str]) -> tuple[Culprit, ...]:

@@ -16,7 +16,7 @@ from ..verdict import Cause, StepResult, Verdict
 from ._accumulate import DropBad
 from ._apply import Snapshot, is_fused, multiply, refuse
 from ._device import DeviceTrack
-from ._drop_in import DropIn, with_scale
+from ._drop_in import DropIn, with_scale_allowed
 from ._report import Told, learning_rate
 from ._retry import Replay
 from ._track import Track, Window
@@ -135,14 +135,14 @@ step in `update()`) |
         `scaler.scale(loss).backward()`, returning the plain loss; an overflow anywhere in their
         search puts parameters and state back.
         """
+        closure = kwargs.get("closure") or (args[0] if args and callable(args[0]) else None)
+        if closure is not None and self._active:
+            return self._closure_step(optimizer, closure, max_norm, key)
         if max_norm is not None:
             self.clip_grad_norm_(optimizer, max_norm, key=key)
         if not self._active:
             self.result = StepResult(Verdict.APPLY, Cause.NONE, 1.0)
             return optimizer.step(*args, **kwargs)
-        closure = kwargs.get("closure") or (args[0] if args and callable(args[0]) else None)
-        if closure is not None:
-            return self._closure_step(optimizer, closure, key)
         if "grad_scaler" in _step_arguments(optimizer):
             kwargs["grad_scaler"] = self
         track, window = self._inspected(optimizer, key, "step()")
@@ -170,7 +170,9 @@ step in `update()`) |
             raise self._report.halt(result, before, step)
         return value
 
-    def _closure_step(self, optimizer: Any, closure: Callable[[], Any], key: str | None) -> Any:
+    def _closure_step(
+        self, optimizer: Any, closure: Callable[[], Any], max_norm: float | None, key: str | None
+    ) -> Any:
         refuse(optimizer)
         track = self._track(key, _home(optimizer))
         before = Snapshot(optimizer)
@@ -179,10 +181,12 @@ step in `update()`) |
             track.windows.pop(id(optimizer), None)
             with torch.enable_grad():
                 loss = closure()
-            window = track.inspect(track.window(optimizer))
+            window = track.inspect(track.window(optimizer), norm=max_norm is not None)
             if _is_bad(window.reading):
                 raise _Overflow
-            multiply(window.params, window.grads, track.inverse())
+            if max_norm is not None:
+                track.clip(window, max_norm)
+            multiply(window.params, window.grads, window.coefficient * track.inverse())
             return loss
 
         value = None
@@ -211,32 +215,44 @@ step in `update()`) |
         if not self._active:
             return
         if new_scale is not None:
-            track = self._track(None)
-            track.put(with_scale(self._rule, track.numbers(), float(new_scale)))
-            track.clear()
+            self._set_scale(float(new_scale))
             return
         for key, track in list(self._tracks.items()):
-            if track.windows:
-                self._end_window(key, track)
+            self._end_window(key, track)
+
+    def _set_scale(self, scale: float) -> None:
+        """By hand, for every key; what this window showed is not counted."""
+        rule = with_scale_allowed(self._rule, scale)
+        for track in self._tracks.values():
+            self._carry_out_deferred(track)
+            track.clear()
+            track.put(track.numbers()._replace(scale=scale))
+        self._use_rule(rule)
 
     def _end_window(self, key: str | None, track: Track) -> None:
-        reading = track.combined()
-        for window in track.windows.values():
-            if window.deferred and not window.stepped:
-                self._finish(track, window, reading, window.deferred)
+        if not any(w.reading is not None for w in track.windows.values()):
+            return
+        reading = self._carry_out_deferred(track)
         results = [w.result for w in track.windows.values() if w.result is not None]
-        if not results:
-            return  # unscale_() without step(): the window goes on
         loss = track.loss if track.calls else math.nan
         lr = learning_rate(track)
         track.advance(reading)
         told = Told(key, track.steps, reading, results, track.next_scale(), loss, lr)
         track.steps += 1
         track.clear()
+        if not results:  # unscale_() without step(): nothing was applied, nothing to tell
+            return
         if not isinstance(track, DeviceTrack):
             self._report.now(told)
         elif self._report.wanted:
             self._report.later(told)
+
+    def _carry_out_deferred(self, track: Track) -> Any:
+        reading = track.combined()
+        for window in track.windows.values():
+            if window.deferred and not window.stepped:
+                self._finish(track, window, reading, window.deferred)
+        return reading
 
     # a whole step
 
@@ -279,7 +295,7 @@ step in `update()`) |
             self._finish(track, window, window.reading, ((), {}), retries - tries, tries)
             if window.verdict is not Verdict.RETRY:
                 break
-            track.advance(track.combined())
+            track.advance(track.combined(), retry=True)
             self._report.event(key, track.steps, self._result, track.numbers().scale)
             track.clear()
             kept.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,12 @@ def load(scaler: DropIn, data: Any) -> None:
         if name not in data:
             raise StateError(f"this scaler state lacks {name!r}")
     factors = [data["growth_factor"], data["backoff_factor"], data["growth_interval"]]
+    for name, value in zip(("growth_factor", "backoff_factor", "growth_interval"), factors):
+        if not _is_number(value):
+            raise StateError(f"{name} is {value!r}, expected a finite number")
     rule = scaler._rule
     if scaler._torch_rule:
-        rule = _rule_with(rule, *factors)
+        rule = _rule_with(rule, factors, data["scale"])
     own = data.get("gradlift", {})
     if not isinstance(own, dict) or own.get("schema", SCHEMA) != SCHEMA:
         raise StateError(f"this scaler state's 'gradlift' entry has an unknown schema: {own!r:.80}")
@@ -76,14 +80,17 @@ def load(scaler: DropIn, data: Any) -> None:
         )
     states = {None: _state(rule, data["scale"], data["_growth_tracker"], own)}
     counts = {None: _counts(own)}
-    for key, entry in own.get("keys", {}).items():
+    keys, told = own.get("keys", {}), own.get("events", [])
+    if not isinstance(keys, dict) or not isinstance(told, list):
+        raise StateError("this scaler state's keys or events are damaged")
+    for key, entry in keys.items():
         if not isinstance(entry, dict):
             raise StateError(f"the state of key {key!r} is {type(entry).__name__}, expected a dict")
         states[key] = _state(rule, entry.get("scale"), entry.get("clean"), entry)
         counts[key] = _counts(entry)
-    events = [_event(e) for e in own.get("events", [])]
+    events = [_event(e) for e in told]
 
-    scaler._factors = factors
+    scaler._arguments = factors
     scaler._tracks = {None: scaler._tracks[None]}
     scaler._use_rule(rule)
     for key, state in states.items():
@@ -97,13 +104,17 @@ def load(scaler: DropIn, data: Any) -> None:
     scaler._report.events.extend(events)
 
 
-def _rule_with(rule: Any, growth: Any, backoff: Any, interval: Any) -> Any:
-    import dataclasses
+def _is_number(x: Any) -> bool:
+    if type(x) is float:
+        return math.isfinite(x)
+    return type(x) is int and abs(x) < 2**127
 
-    for name, value in (("growth_factor", growth), ("backoff_factor", backoff)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise StateError(f"{name} is {value!r}, expected a number")
-    powers = rule.powers_of_two and is_power_of_two(growth) and is_power_of_two(backoff)
+
+def _rule_with(rule: Any, factors: list[Any], scale: Any) -> Any:
+    """torch's rule with the loaded factors; torch's scale may be any number."""
+    growth, backoff, interval = factors
+    numbers = [growth, backoff, *([scale] if _is_number(scale) and scale > 0 else [])]
+    powers = rule.powers_of_two and all(map(is_power_of_two, numbers))
     try:
         return dataclasses.replace(
             rule,
@@ -118,12 +129,11 @@ def _rule_with(rule: Any, growth: Any, backoff: Any, interval: Any) -> Any:
 
 def _state(rule: Any, scale: Any, clean: Any, own: dict[str, Any]) -> ScaleState:
     fresh = rule.init()
-    if type(scale) is int or type(scale) is float:
-        inside = math.isfinite(scale) and scale > 0
-        # torch has no bounds: what it saved outside ours is brought inside
-        held = min(max(float(scale), rule.min_scale), rule.max_scale) if inside else scale
-    else:
-        held = scale
+    held = scale
+    if _is_number(scale) and scale > 0:  # torch has no bounds: brought inside ours
+        held = min(max(float(scale), rule.min_scale), rule.max_scale)
+    elif type(scale) is int:
+        held = math.inf if scale > 0 else -1.0  # too large for a float: refused like one
     data = {
         **rule.dump(fresh),
         **{name: own[name] for name in _HISTORY if name in own},

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MisuseError
+from ..formats import FP32
 from ..reading import Reading
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
@@ -30,6 +31,8 @@ class Window:
 
     optimizer: Any
     params: list[Tensor] = field(default_factory=list)
+    held: list[Tensor | None] = field(default_factory=list)
+    """`.grad` of each parameter when it was looked at."""
     grads: list[Tensor] = field(default_factory=list)
     look: Look | None = None
     reading: Reading | None = None
@@ -40,6 +43,7 @@ class Window:
     coefficient: Any = 1.0
     """The clip coefficient that `step` has still to apply."""
     norm: Any = math.nan
+    has_norm: bool = False
     deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """What `step` was called with, where `update` is to carry it out."""
     done: bool = False
@@ -155,20 +159,35 @@ class Track:
         return window
 
     def inspect(self, window: Window, *, norm: bool = False) -> Window:
-        """Looks at an optimizer's gradients, once a window."""
-        if window.look is not None:
+        """Looks at an optimizer's gradients: once a window, unless they were exchanged since."""
+        if window.reading is not None:
             if window.calls != self.calls:
                 raise MisuseError(
                     "scale() was called after the gradients had been unscaled or clipped, so they "
                     "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
                     "after the last backward() before step()"
                 )
-            return window
+            if window.unscaled:
+                if norm:  # of the gradients as they are now: somebody may have worked on them
+                    self.take_norm(window)
+                return window
+            same = all(p.grad is g for p, g in zip(window.params, window.held))
+            if same and not (norm and self.lacks_norm(window)):
+                return window
         params, grads = collect(window.optimizer, self.allow_fp16_params)
         window.params, window.grads, window.calls = params, grads, self.calls
+        window.held = [p.grad for p in params]
         self.leaves = [weakref.ref(p) for p in params]
         self.read(window, norm)
         return window
+
+    def lacks_norm(self, window: Window) -> bool:
+        assert window.look is not None
+        return not window.look.nonfinite and math.isnan(window.norm)
+
+    def take_norm(self, window: Window) -> None:
+        if window.reading is not None and not window.reading.nonfinite:
+            window.norm = look(window.grads, 1.0, amax=False).norm
 
     def read(self, window: Window, norm: bool) -> None:
         inverse = 1 / self.state.scale
@@ -176,7 +195,7 @@ class Track:
         window.look = found = look(window.grads, inverse, amax=self.want_amax, norm=norm)
         if found.nonfinite:
             window.culprits = culprits(window.params, self.names)
-        window.norm = math.nan if found.nonfinite else math.sqrt(found.squares) * inverse
+        window.norm = found.norm
         nothing_left = bool(self.left_out) and not window.grads
         window.reading = self.agreed(
             Reading(
@@ -211,15 +230,18 @@ class Track:
 
     def clip(self, window: Window, max_norm: float) -> Any:
         """Notes the coefficient for `step`; returns the true norm."""
-        if not math.isnan(window.norm):
-            window.coefficient = _single(min(1.0, max_norm / (_single(window.norm) + 1e-6)))
-        return torch.tensor(window.norm, dtype=torch.float32)
+        norm = torch.tensor(window.norm, dtype=torch.float32)
+        if not math.isnan(window.norm):  # in float32, as torch's own clipping computes it
+            window.coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
+        return norm
 
     # decide, step
 
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         """Applies the step or leaves everything as it is."""
         args, kwargs = call
+        if not window.grads and not self.left_out and self.group is None:
+            reading = Reading(nonfinite=False, amax=0.0, checked=False)
         known = self.calls > 0 and self.trusts_its_loss
         window.verdict, window.cause = decide(
             reading,
@@ -232,8 +254,16 @@ class Track:
         window.stepped = window.verdict is not Verdict.RETRY
         if window.verdict is not Verdict.APPLY or window.done:
             return None
-        factor = window.coefficient * (1.0 if window.unscaled else self.inverse())
-        if not is_fused(window.optimizer):
+        inverse = 1.0 if window.unscaled else self.inverse()
+        if "grad_scaler" in kwargs:  # takes the scale out by itself
+            multiply(window.params, window.grads, window.coefficient)
+            return window.optimizer.step(*args, **kwargs)
+        factor = window.coefficient * inverse
+        normal = factor >= FP32.smallest_normal
+        if not normal:  # one float32 cannot hold both: two passes
+            multiply(window.params, window.grads, inverse)
+            factor = window.coefficient
+        if not (normal and is_fused(window.optimizer)):
             multiply(window.params, window.grads, factor)
             return window.optimizer.step(*args, **kwargs)
         grad_scale = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
@@ -283,16 +313,17 @@ class Track:
             norm=norms[0] if len(norms) == 1 else math.hypot(*norms),
         )
 
-    def advance(self, reading: Reading) -> None:
-        self.skipped += any(
-            w.verdict is not Verdict.APPLY and w.cause is not Cause.NO_GRADIENTS
-            for w in self.windows.values()
-            if w.stepped
-        )
+    def advance(self, reading: Reading, *, retry: bool = False) -> None:
+        """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
         state = self.rule.advance(self.state, reading)
-        if state.scale > self.ceiling:
-            state = state._replace(scale=self.ceiling)
-        self.state = state
+        if retry or self.stepped_without_some():
+            state = state._replace(skips=self.state.skips if retry else 0)
+        elif state.skips:
+            self.skipped += bool(reading.checked)
+        self.state = state._replace(scale=min(state.scale, self.ceiling))
+
+    def stepped_without_some(self) -> bool:
+        return self.spoiled and any(w.grads for w in self.windows.values())
 
     def next_scale(self) -> Any:
         return self.state.scale
@@ -302,11 +333,6 @@ class Track:
 
     def skipped_steps(self) -> int:
         return self.skipped
-
-
-def _single(x: float) -> float:
-    """x rounded to float32, as torch's own clipping would have it."""
-    return torch.tensor(x, dtype=torch.float32).item()
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
