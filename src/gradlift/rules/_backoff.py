@@ -101,8 +101,8 @@ overflow, or before `"every"` one |
         scale = state.scale
         scale = ns.where(
             grow,
-            self._times(scale, self.growth_factor, ns),
-            ns.where(lower, self._times(scale, self.backoff_factor, ns), scale),
+            self._grown(scale, ns),
+            ns.where(lower, self._lowered(scale, ns), scale),
         )
         count = ns.where(grow, 1 if self.growth_late == "first" else 0, count)
         return state._replace(scale=scale, clean=count)
@@ -114,9 +114,13 @@ overflow, or before `"every"` one |
         slow = state.scale <= self.recover_below
         return ns.where(slow, self.recover_interval + late, self.growth_interval + late)
 
-    def _times(self, scale: Any, factor: float, ns: Any) -> Any:
-        product = ns.maximum(ns.minimum(scale * factor, self.max_scale), self.min_scale)
-        return product if self.powers_of_two else ns.f32(product)
+    def _grown(self, scale: Any, ns: Any) -> Any:
+        grown = ns.minimum(scale * self.growth_factor, self.max_scale)
+        return grown if self.powers_of_two else ns.f32(grown)
+
+    def _lowered(self, scale: Any, ns: Any) -> Any:
+        lowered = ns.maximum(scale * self.backoff_factor, self.min_scale)
+        return lowered if self.powers_of_two else ns.f32(lowered)
 
     def _lower(
         self, state: ScaleState, overflow: Any, clean: Any, grow: Any, ns: Any
@@ -172,10 +176,8 @@ class LateBackoff(Backoff):
         told = ns.or_(overflow, clean)
         due = ns.where(
             state.level > 0,
-            self._times(state.scale, self.growth_factor, ns),
-            ns.where(
-                state.level < 0, self._times(state.scale, self.backoff_factor, ns), state.scale
-            ),
+            self._grown(state.scale, ns),
+            ns.where(state.level < 0, self._lowered(state.scale, ns), state.scale),
         )
         now = state._replace(scale=ns.where(told, due, state.scale))
         after = super()._respond(now, reading, overflow, clean, ns)

@@ -17,7 +17,7 @@ from ..rules import ScaleState
 from ..verdict import Cause, LaterResult, StepResult, Verdict, decide
 from ._agree import agree
 from ._apply import folded_step, is_fused, multiply, must_know
-from ._inspect import device_look
+from ._inspect import device_look, not_finite
 from ._names import culprits_by_peak
 from ._track import Track, Window
 
@@ -96,7 +96,7 @@ class DeviceTrack(Track):
         value = loss.detach().sum() if loss.numel() != 1 else loss.detach().reshape(())
         if self.want_norm:  # recorded
             self.loss = self.loss + value.float().to(self.device, non_blocking=True)
-        dead = torch.isfinite(value).logical_not().to(self.device, non_blocking=True)
+        dead = not_finite(value).to(self.device, non_blocking=True)
         self.dead = dead if self.calls == 0 else self.dead.logical_or(dead)
         self.flags.append(dead)
 
@@ -235,9 +235,9 @@ class DeviceTrack(Track):
         for r in seen[1:]:
             all_of = all_of._replace(
                 nonfinite=all_of.nonfinite.logical_or(r.nonfinite),
-                amax=torch.maximum(all_of.amax, r.amax),
+                amax=torch.maximum(all_of.amax, r.amax) if self.want_amax else math.inf,
                 loss_nonfinite=_either(all_of.loss_nonfinite, r.loss_nonfinite),
-                norm=torch.hypot(all_of.norm, r.norm),
+                norm=torch.hypot(all_of.norm, r.norm) if self.want_norm else math.nan,
             )
         return all_of._replace(nonfinite=True) if self.spoiled else all_of
 

@@ -237,15 +237,16 @@ step in `update()`) |
         loss = track.loss if track.calls else math.nan
         lr = learning_rate(track)
         track.advance(reading)
-        told = Told(key, track.steps, reading, results, track.next_scale(), loss, lr)
-        track.steps += 1
+        step, track.steps = track.steps, track.steps + 1
         track.clear()
-        if not results:  # unscale_() without step(): nothing was applied, nothing to tell
-            return
-        if not isinstance(track, DeviceTrack):
-            self._report.now(told)
-        elif self._report.wanted:
+        away = isinstance(track, DeviceTrack)
+        if not results or (away and not self._report.wanted):
+            return  # unscale_() without step(), or nobody listens to a device
+        told = Told(key, step, reading, results, track.next_scale(), loss, lr)
+        if away:
             self._report.later(told)
+        else:
+            self._report.now(told)
 
     def _carry_out_deferred(self, track: Track) -> Any:
         reading = track.combined()
