@@ -1,13 +1,12 @@
 """The training of torch_gpt.py with gradlift: what went wrong, why, where, and what it cost.
 
     python examples/torch_gpt_gradlift.py                         # two minutes on two cores
-    python examples/torch_gpt_gradlift.py --rule auto             # the rule to use in earnest
+    python examples/torch_gpt_gradlift.py --rule dynamic          # what PyTorch would do
     python examples/torch_gpt_gradlift.py --journal run.jsonl     # records every step
 
-The default rule asks for trouble. It starts at 2^32, far too high, so the first backward passes
-overflow; and it doubles the scale after 25 clean steps, so it soon meets float16's ceiling again.
-`train_step` computes such a batch again at a lower scale, three times at most, before it gives the
-batch up. The learning rate schedule moves only with the weights.
+The scale starts at 2^32, far too high, so the first backward passes overflow. `train_step` computes
+such a batch again at a lower scale, so that none is lost, and the rule jumps to a scale that fits
+as soon as it has seen one clean batch. The learning rate schedule moves only with the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gradlift import Journal
 from gradlift.journal import Event
 from gradlift.torch import GradScaler
 
-RULE = "dynamic:init_scale=2^32,growth_interval=25"
+RULE = "auto:init_scale=2^32"
 
 
 def train(
@@ -59,7 +58,7 @@ def train(
                 closure,
                 optimizer,
                 max_norm=gpt.MAX_NORM,
-                retries=3,
+                retries=6,
                 model=model,
                 scheduler=scheduler,
             )
@@ -125,7 +124,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     console = Console()
     if options.rule == RULE:
-        console.print("The scale starts far too high on purpose; watch the first steps overflow.")
+        console.print("The scale starts far too high on purpose; watch the first batch overflow.")
     journal = Journal(options.journal) if options.journal else None
     half, scaler, events = train(options.steps, options.seed, options.rule, journal)
     if journal:
