@@ -30,10 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import torch_gpt
 
 torch_gpt.WIDTH = 256  # 3.2M parameters
+NEVER = 1e9
 
 
 class Idle(torch.optim.SGD):
-    """A fused optimizer that does nothing: what is left is the scaler's own time."""
+    """A fused optimizer that does nothing: what is left is the scaler's own time.
+
+    Scale 1 and a norm that never clips leave the gradients as they are, for every contender.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -71,10 +75,10 @@ def own_time(
     def work() -> None:
         scaler.scale(loss)
         if isinstance(scaler, GradScaler):
-            scaler.step(optimizer, max_norm=1.0)
+            scaler.step(optimizer, max_norm=NEVER)
         else:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            torch.nn.utils.clip_grad_norm_(params, NEVER)
             scaler.step(optimizer)
         scaler.update()
 
@@ -105,10 +109,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "run.jsonl")
         makes = {
-            "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu"),
-            "gradlift": lambda: GradScaler("cpu"),
-            "gradlift auto": lambda: GradScaler("cpu", rule="auto"),
-            "gradlift, recorded": lambda: GradScaler("cpu", journal=journal, names=model),
+            "torch.amp.GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=1.0),
+            "gradlift": lambda: GradScaler("cpu", init_scale=1.0),
+            "gradlift auto": lambda: GradScaler("cpu", rule="auto:init_scale=1,max_scale=1"),
+            "gradlift, recorded": lambda: GradScaler(
+                "cpu", init_scale=1.0, journal=journal, names=model
+            ),
         }
         for name, make in makes.items():
             own = own_time(params, 10 * steps, make)

@@ -19,7 +19,7 @@ from ..formats import FP32
 _SMALL = 2**12  # elements: gradients up to this size are looked at together
 _CACHED = 2**18  # elements: a piece that is still in the cache when it is read again
 _LARGE = 2**22  # elements: the most that one float32 dot product adds up
-_TINY = 1e-30  # below it a float32 sum of squares has lost digits to underflow
+_TINY = 1e-20  # a total below it may have lost digits to float32's underflow
 
 
 class Look(NamedTuple):
@@ -57,16 +57,17 @@ def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) 
     """The CPU's look: one dot product gives the norm and the finite check in one read.
 
     Read in pieces that fit the cache, so that amax, where it is wanted, costs no second read from
-    memory, and so that a float32 sum stays exact to 1e-6. A sum of squares that is not finite, or
-    suspiciously small, is confirmed exactly. `inverse` is 1/scale: what counts is the gradient
-    that will be used, so one that leaves float32 on the way is not finite.
+    memory, and so that a float32 sum stays exact to 1e-6. A sum of squares that is not finite is
+    confirmed exactly, and so is a total so small that squares may have vanished. `inverse` is
+    1/scale: what counts is the gradient that will be used, so one that leaves float32 on the way
+    is not finite.
     """
     if amax and not norm:
         return _peaks_only(grads, inverse)
     squares, largest, top = 0.0, 0.0, 0.0
     for piece, sources in _pieces(grads, _CACHED if amax else _LARGE):
         s = torch.dot(piece, piece).item()
-        if not _TINY < s < math.inf:
+        if not s < math.inf:
             s, peak = _exactly(sources)
             if math.isinf(peak):
                 return Look(True, math.nan, _finite_amax(grads) if amax else math.inf)
@@ -76,6 +77,8 @@ def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) 
             top = max(top, -low.item(), high.item())
         squares += s
         largest = max(largest, s)
+    if squares < _TINY:
+        squares = math.fsum(_exactly(sources)[0] for _, sources in _pieces(grads, _LARGE))
     if math.sqrt(largest) * inverse > FP32.max:  # rare: only then is the peak itself needed
         top = _finite_amax(grads)
         if top * inverse > FP32.max:
