@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip --disable-pip-version-check -qq install -c constraints.txt
+PIP    := $(BIN)/pip --disable-pip-version-check -qq install --prefer-binary -c constraints.txt
 
 # What the frameworks need; tests and examples inherit it.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16

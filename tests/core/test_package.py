@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conformance import documents
 
 import gradlift
 
@@ -102,27 +103,14 @@ def test_docstring_examples(name):
     assert failed == 0
 
 
-def snippets():
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
-            yield pytest.param(page, code, id=f"{page.name}-{i}")
-
-
-@pytest.mark.parametrize(("page", "code"), list(snippets()))
+@pytest.mark.parametrize(("page", "code"), list(documents.snippets("python")))
 def test_documents_run(page, code, tmp_path, monkeypatch):
-    """Each python block runs by itself; `>>>` blocks must print what they say."""
     monkeypatch.chdir(tmp_path)
-    if ">>>" in code:
-        test = doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), 0)
-        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-        runner.run(test)
-        assert runner.failures == 0
-    else:
-        exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    documents.run(page, code)
 
 
 def test_the_pages_have_snippets_at_all():
-    assert len(list(snippets())) >= 2
+    assert len(list(documents.snippets("python"))) >= 2
 
 
 def test_architecture_names_only_files_that_exist():

@@ -3,18 +3,16 @@
 import doctest
 import importlib
 import pkgutil
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conformance import documents
 
 import gradlift.torch
 from gradlift import formats
 from gradlift.torch._statistics import describe
 
-ROOT = Path(__file__).parents[2]
 MODULES = [m.name for m in pkgutil.walk_packages(gradlift.torch.__path__, "gradlift.torch.")]
 
 
@@ -23,20 +21,14 @@ def test_docstring_examples(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def snippets():
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for i, code in enumerate(re.findall(r"```python torch\n(.*?)```", page.read_text(), re.S)):
-            yield pytest.param(page, code, id=f"{page.name}-{i}")
-
-
-@pytest.mark.parametrize(("page", "code"), list(snippets()))
+@pytest.mark.parametrize(("page", "code"), list(documents.snippets("python torch")))
 def test_documents_run(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    documents.run(page, code)
 
 
 def test_there_are_snippets():
-    assert len(list(snippets())) >= 4
+    assert len(list(documents.snippets("python torch"))) >= 5
 
 
 @pytest.mark.parametrize("format", [formats.FP16, formats.E5M2], ids=str)

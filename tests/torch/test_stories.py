@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torchao
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import gradlift.torch
 from gradlift import Cause, Journal, Verdict, read_journal, replay
@@ -610,7 +612,7 @@ def test_drop_bad_keeps_the_clean_micro_batches():
     plain, dropped = net(8, 1), net(8, 1)
     opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, dropped)]
     scaler = GradScaler("cpu", init_scale=2.0**8)
-    with scaler.accumulate(opts[1]) as window:
+    with scaler.accumulate(drop_bad=True) as window:
         for loss in (good, exploding, good, dead):
             scaler.scale(loss(dropped)).backward()
     assert (window.kept, window.dropped) == ([0, 2], [1, 3])
@@ -632,7 +634,7 @@ def test_drop_bad_keeps_the_clean_micro_batches():
 def test_drop_bad_with_nothing_left(loss, cause):
     model = net(8, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
-    with scaler.accumulate(optimizer):
+    with scaler.accumulate(drop_bad=True):
         scaler.scale(loss(model)).backward()
     scaler.step(optimizer)
     assert (scaler.result.stepped, scaler.result.cause) == (False, cause)
@@ -680,16 +682,36 @@ def test_errors_name_the_missing_call():
         GradScaler("cpu", skip="some")
 
 
-class CPUOffloadOptimizer(torch.optim.SGD):
-    """Named like torchao's, whose step runs while backward does."""
-
-
 def test_optimizers_that_step_inside_backward_are_refused_by_name():
     model = net(8, 1)
     scaler = GradScaler("cpu")
     scaler.scale(good(model)).backward()
+    offloading = object.__new__(torchao.optim.CPUOffloadOptimizer)  # to make one takes a GPU
     with pytest.raises(MisuseError, match="cannot guard a CPUOffloadOptimizer"):
-        scaler.step(CPUOffloadOptimizer(model.parameters(), lr=0.1))
+        scaler.step(offloading)
+    params = list(model.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
+    with pytest.raises(MisuseError, match=r"stepped by an optimizer inside backward\(\)"):
+        scaler.step(torch.optim.SGD(params, lr=0.1))
+
+
+def test_an_8_bit_optimizer_steps_and_skips():
+    model = net(256, 32, 1)
+    optimizer = torchao.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    x = torch.randn(4, 256)
+    first = half_loss(model, x).item()
+    with torch.compiler.set_stance("force_eager"):
+        for i in range(8):
+            before = bits(model)
+            loss = half_loss(model, x, 1e30 if i == 4 else 1.0)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, max_norm=1.0)
+            scaler.update()
+            assert scaler.result.stepped == (i != 4)
+            assert same(before, bits(model)) == (i == 4)
+    assert half_loss(model, x).item() < first / 2
 
 
 def test_cuda_without_cuda_is_disabled_as_torchs_is():

@@ -20,10 +20,21 @@ def refuse(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if name in _REFUSED:
         raise MisuseError(f"GradScaler cannot guard a {name}: {_REFUSED[name]}")
+    if any("_in_backward_optimizers" in vars(p) for p in _first_params(optimizer)):
+        raise MisuseError(
+            "these parameters are stepped by an optimizer inside backward(), before anyone could "
+            "check their gradients: step them after backward() to use a GradScaler"
+        )
     if not hasattr(optimizer, "param_groups"):
         raise MisuseError(
             f"step() wants an optimizer, this is a {name}: call scaler.step(optimizer)"
         )
+
+
+def _first_params(optimizer: Any) -> list[Tensor]:
+    return [
+        group["params"][0] for group in getattr(optimizer, "param_groups", []) if group["params"]
+    ]
 
 
 def is_fused(optimizer: Any) -> bool:

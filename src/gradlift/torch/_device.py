@@ -7,6 +7,7 @@ tensors against the track in numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,25 +20,33 @@ from ._agree import agree
 from ._apply import folded_step, is_fused, multiply, must_know
 from ._inspect import device_look, not_finite
 from ._names import culprits_by_peak
-from ._track import Track, Window
+from ._track import Facts, Track, Window
 
 
 class _Copy:
-    """A few scalars on their way to the host in one transfer."""
+    """All scalars of a window that somebody may want to know, in one transfer."""
 
-    def __init__(self, scalars: list[Any], device: torch.device) -> None:
-        self.scalars, self.device = scalars, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.scalars: list[Any] = []
         self.host: Tensor | None = None
         self.event: Any = None
+        self.numbers: list[float] = []
 
-    def packed(self) -> Tensor:
+    def add(self, scalars: list[Any]) -> slice:
+        """Where `values` will hold these."""
+        start = len(self.scalars)
+        self.scalars += scalars
+        return slice(start, len(self.scalars))
+
+    def _packed(self) -> Tensor:
         return torch.stack(
             [torch.as_tensor(x, device=self.device).reshape(()).float() for x in self.scalars]
         )
 
     def start(self) -> None:
         """Begins the copy without waiting for it."""
-        packed = self.packed()
+        packed = self._packed()
         if packed.device.type == "cuda":
             self.host = torch.empty(packed.shape, pin_memory=True)
             self.host.copy_(packed, non_blocking=True)
@@ -46,12 +55,12 @@ class _Copy:
         else:
             self.host = packed.cpu()
 
-    def values(self) -> list[float]:
-        if self.host is None:
-            return self.packed().tolist()
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
+    def values(self, where: slice) -> list[float]:
+        if len(self.numbers) < len(self.scalars):
+            if self.event is not None:
+                self.event.synchronize()
+            self.numbers = (self._packed() if self.host is None else self.host).tolist()
+        return self.numbers[where]
 
 
 class DeviceTrack(Track):
@@ -60,6 +69,7 @@ class DeviceTrack(Track):
     device: torch.device
     tensors: ScaleState
     skips_seen: Tensor
+    copy: _Copy
 
     @classmethod
     def take(cls, track: Track, device: torch.device) -> DeviceTrack:
@@ -72,10 +82,16 @@ class DeviceTrack(Track):
             *(torch.full((), int(x), dtype=torch.int32, device=device) for x in track.state[1:]),
         )
         moved.skips_seen = torch.full((), track.skipped, dtype=torch.int32, device=device)
+        moved.copy = _Copy(device)
         if track.calls:
             moved.flags = [torch.full((), bool(f), device=device) for f in track.flags]
             moved.dead = torch.full((), bool(track.dead), device=device)
         return moved
+
+    def clear(self) -> None:
+        super().clear()
+        if "device" in self.__dict__:
+            self.copy = _Copy(self.device)
 
     def numbers(self) -> ScaleState:
         # Two transfers: a count may have more digits than a float32 holds.
@@ -179,35 +195,38 @@ class DeviceTrack(Track):
         return window.optimizer.step(*args, **kwargs)
 
     def decided(self, reading: Reading, retries_left: int = 0) -> tuple[Verdict, Cause]:
-        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
-        values = [torch.as_tensor(f, device=self.device).float() for f in flags]
-        nonfinite, dead, checked = (x > 0 for x in torch.stack(values).tolist())
-        told = Reading(nonfinite, math.inf, dead, checked)
+        """The verdict, for those who cannot go on without it: one read."""
+        copy = _Copy(self.device)
+        state, told = self.told(copy.values(copy.add(self.telling(reading))))
+        known = self.calls > 0 and self.trusts_its_loss
         return decide(
-            told,
-            self.numbers(),
-            self.rule,
-            self.limits,
-            loss_known=self.calls > 0 and self.trusts_its_loss,
-            retries_left=retries_left,
+            told, state, self.rule, self.limits, loss_known=known, retries_left=retries_left
         )
 
-    def result(self, window: Window, retries: int, *, soon: bool = False) -> StepResult:
-        """A result that is fetched when asked; `soon` starts the copy now, for a later look."""
+    def telling(self, reading: Reading) -> list[Any]:
+        """What a verdict depends on."""
+        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
+        return [self.tensors.scale, self.tensors.skips, self.tensors.left, *flags]
+
+    def told(self, values: list[float]) -> tuple[ScaleState, Reading]:
+        scale, skips, left, nonfinite, dead, checked = values
+        state = self.rule.init()._replace(scale=scale, skips=int(skips), left=int(left))
+        return state, Reading(nonfinite > 0, math.inf, dead > 0, checked > 0)
+
+    def result(self, window: Window, retries: int) -> StepResult:
+        """A result that is fetched when asked, with everything else of this window."""
         reading, found, params = window.reading, window.look, window.params
         assert reading is not None
         calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
-        state, left_out = self.tensors, self.left_out
-        held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
-        parts = [*held, reading.nonfinite, reading.loss_nonfinite, reading.checked, window.norm]
-        copy = _Copy([*parts, *self.flags], self.device)
-        if soon:
-            copy.start()
+        left_out, copy = self.left_out, self.copy
+        held = [x.clone() if isinstance(x, Tensor) else x for x in self.telling(reading)[:3]]
+        parts = [*held, *self.telling(reading)[3:], window.norm, *self.flags]
+        where = copy.add(parts)
 
         def read() -> StepResult:
-            scale, skips, left, nonfinite, dead, checked, norm, *flags = copy.values()
-            told = Reading(nonfinite > 0, math.inf, dead > 0, checked > 0)
-            before = self.rule.init()._replace(scale=scale, skips=int(skips), left=int(left))
+            *telling, norm = copy.values(where)[:7]
+            flags = copy.values(where)[7:]
+            before, told = self.told(telling)
             verdict, cause = window.verdict, window.cause
             if verdict is None:
                 verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
@@ -220,7 +239,7 @@ class DeviceTrack(Track):
             norm = math.nan if told.nonfinite else norm
             object.__setattr__(later, "before", before)
             return StepResult(
-                verdict, cause, scale, norm, blamed, retries, which if bad else None, notes
+                verdict, cause, before.scale, norm, blamed, retries, which if bad else None, notes
             )
 
         later = LaterResult(read)
@@ -254,8 +273,18 @@ class DeviceTrack(Track):
         if math.isfinite(self.ceiling):
             self.tensors.scale.clamp_(max=self.ceiling)
 
-    def next_scale(self) -> Any:
-        return self.tensors.scale.clone()
+    def facts(self, reading: Reading, loss: Any) -> Callable[[], Facts]:
+        """Sends everything about this window over; it is read one step later."""
+        copy = self.copy
+        numbers = [reading.amax, reading.nonfinite, reading.norm, loss, self.tensors.scale]
+        where = copy.add(numbers)
+        copy.start()
+
+        def read() -> Facts:
+            amax, nonfinite, norm, total, next_scale = copy.values(where)
+            return Facts(amax, nonfinite > 0, norm, total, next_scale)
+
+        return read
 
     def scale_tensor(self) -> Tensor:
         return self.tensors.scale

@@ -7,29 +7,26 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import TrainingHalted
 from ..journal import Event, Journal, Step
-from ..reading import Reading
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
 from ._names import found, name_of
 from ._statistics import statistics
-from ._track import Track, Window
+from ._track import Facts, Track, Window
 
 _LAST_EVENTS = 64
 
 
 class Told(NamedTuple):
-    """One window's facts; numbers, or values that are still on a device."""
+    """One finished window; on a device, results and facts have not been read yet."""
 
     key: str | None
     step: int
-    reading: Reading
     results: list[StepResult]
-    next_scale: Any
-    loss: Any
+    facts: Callable[[], Facts]
     lr: float
 
 
@@ -85,7 +82,7 @@ class Report:
         bad = [r for r in told.results if not r.stepped and r.cause is not Cause.NO_GRADIENTS]
         shown = bad[0] if bad else told.results[-1]
         if bad:
-            self.event(told.key, told.step, shown, float(told.next_scale))
+            self.event(told.key, told.step, shown, told.facts().next_scale)
             self._warn_at_floor(shown)
         if self.journal:
             self._record(self.journal, told, shown)
@@ -129,16 +126,16 @@ class Report:
     def _record(self, journal: Journal, told: Told, result: StepResult) -> None:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        reading = told.reading
+        facts = told.facts()
         journal.step(
             Step(
                 told.step,
                 result.scale,
-                float(told.next_scale),
-                amax=float(reading.amax),
-                nonfinite=bool(reading.nonfinite),
-                loss=float(told.loss),
-                norm=float(reading.norm),
+                facts.next_scale,
+                amax=facts.amax,
+                nonfinite=facts.nonfinite,
+                loss=facts.loss,
+                norm=facts.norm,
                 lr=told.lr,
                 verdict=result.verdict,
                 cause=result.cause,

@@ -19,7 +19,7 @@ from ._device import DeviceTrack
 from ._drop_in import DropIn, with_scale_allowed
 from ._report import Told, learning_rate
 from ._retry import Replay
-from ._track import Track, Window
+from ._track import Track, Window, leaves
 
 
 class GradScaler(DropIn):
@@ -66,6 +66,7 @@ step in `update()`) |
         if isinstance(outputs, Tensor):
             if self._dropping is not None:
                 self._dropping.micro_batch_done()
+                self._dropping.expect(leaves(outputs))
             return self._track(key, outputs.device).scaled(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(x, key=key) for x in outputs)
@@ -163,7 +164,7 @@ step in `update()`) |
         """Decides, applies or not, and says so in `result`."""
         self._report.begin(track, window)
         value = track.finish(window, reading, retries_left, call)
-        window.result = self.result = track.result(window, retries, soon=self._report.wanted)
+        window.result = self.result = track.result(window, retries)
         if window.verdict is Verdict.HALT:
             before, step, result = track.numbers(), track.steps, self.result
             self._end_window(None, track)
@@ -237,16 +238,16 @@ step in `update()`) |
         loss = track.loss if track.calls else math.nan
         lr = learning_rate(track)
         track.advance(reading)
-        step, track.steps = track.steps, track.steps + 1
-        track.clear()
         away = isinstance(track, DeviceTrack)
-        if not results or (away and not self._report.wanted):
-            return  # unscale_() without step(), or nobody listens to a device
-        told = Told(key, step, reading, results, track.next_scale(), loss, lr)
-        if away:
-            self._report.later(told)
-        else:
-            self._report.now(told)
+        # Nothing to tell after unscale_() without step(); nothing to send if nobody listens.
+        if results and (self._report.wanted or not away):
+            told = Told(key, track.steps, results, track.facts(reading, loss), lr)
+            if away:
+                self._report.later(told)
+            else:
+                self._report.now(told)
+        track.steps += 1
+        track.clear()
 
     def _carry_out_deferred(self, track: Track) -> Any:
         reading = track.combined()
@@ -315,31 +316,32 @@ step in `update()`) |
     # accumulation
 
     @contextlib.contextmanager
-    def accumulate(self, optimizer: Any, *, drop_bad: bool = True) -> Iterator[DropBad]:
-        """Micro-batches in a side buffer: a bad one is left out instead of spoiling the window.
+    def accumulate(self, *, drop_bad: bool = False, key: str | None = None) -> Iterator[DropBad]:
+        """With `drop_bad`, a bad micro-batch is left out instead of spoiling the whole window.
 
-        Costs one more copy of the gradients, and one read and one addition a micro-batch. The sum
-        is over the clean micro-batches: if you divide each loss by their number, a window with one
-        of four left out has three quarters of its usual length; `kept` and `dropped` tell. An
-        overflow that was left out still lowers the scale.
+        Each is kept in a side buffer until it is known to be clean. Costs one more copy of the
+        gradients, and a walk of the graph, one read and one addition a micro-batch. The sum is
+        over the clean ones: if you divide each loss by their number, a window with one of four
+        left out has three quarters of its usual length; `kept` and `dropped` tell. An overflow
+        that was left out still lowers the scale.
 
         >>> w = torch.nn.Parameter(torch.zeros(1))
-        >>> optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=1.0)
-        >>> with scaler.accumulate(optimizer) as window:
+        >>> scaler = GradScaler("cpu", init_scale=1.0)
+        >>> with scaler.accumulate(drop_bad=True) as window:
         ...     for x in (1.0, 1e38, 2.0):
         ...         scaler.scale((w * x * x).sum()).backward()
         >>> window.dropped, w.grad
         ([1], tensor([5.]))
         """
-        dropping = DropBad(optimizer, active=self._active and drop_bad)
-        self._dropping = dropping if dropping.active else None
+        dropping = DropBad()
+        self._dropping = dropping if drop_bad and self._active else None
         try:
             yield dropping
             dropping.finish()
         finally:
             self._dropping = None
         if dropping.dropped:
-            self._track(None, _home(optimizer)).leave_out(dropping.dropped)
+            self._track(key).leave_out(dropping.dropped)
 
 
 class _Overflow(Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class Window:
     verdict: Verdict | None = None
     cause: Cause = Cause.NONE
     result: StepResult | None = None
+
+
+class Facts(NamedTuple):
+    """Numbers of a finished window."""
+
+    amax: float
+    nonfinite: bool
+    norm: float
+    loss: float
+    next_scale: float
 
 
 class Track:
@@ -144,7 +154,7 @@ class Track:
 
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
         if not self.leaves:
-            self.leaves = [weakref.ref(p) for p in _leaves(loss)]
+            self.leaves = [weakref.ref(p) for p in leaves(loss)]
         params = (ref() for ref in self.leaves)
         return [
             p.grad for p in params if p is not None and p.grad is not None and not p.grad.is_sparse
@@ -269,8 +279,8 @@ class Track:
         grad_scale = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
         return folded_step(window.optimizer, grad_scale, None, *args, **kwargs)
 
-    def result(self, window: Window, retries: int, *, soon: bool = False) -> StepResult:
-        """What a finished window came to; `soon` matters on devices only."""
+    def result(self, window: Window, retries: int) -> StepResult:
+        """What a finished window came to."""
         verdict = window.verdict or Verdict.SKIP
         bad = verdict is not Verdict.APPLY and window.cause is not Cause.NO_GRADIENTS
         return StepResult(
@@ -325,8 +335,10 @@ class Track:
     def stepped_without_some(self) -> bool:
         return self.spoiled and any(w.grads for w in self.windows.values())
 
-    def next_scale(self) -> Any:
-        return self.state.scale
+    def facts(self, reading: Reading, loss: Any) -> Callable[[], Facts]:
+        """What the journal wants to know of this window, after `advance`."""
+        told = Facts(reading.amax, bool(reading.nonfinite), reading.norm, loss, self.state.scale)
+        return lambda: told
 
     def scale_tensor(self) -> Tensor:
         return torch.tensor(self.state.scale, dtype=torch.float32)
@@ -335,7 +347,7 @@ class Track:
         return self.skipped
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def leaves(loss: Tensor) -> list[Tensor]:
     """The parameters below a loss, found by walking its graph."""
     seen: set[Any] = set()
     stack, leaves = [loss.grad_fn], []
