@@ -216,7 +216,7 @@ class StepResult:
     retries: int = 0
     """How often this batch was recomputed at a lower scale."""
     micro_batch: int | None = None
-    """Index in the window of the first micro-batch that went wrong, where it is known."""
+    """Index in the window of the first of several micro-batches that went wrong."""
     notes: tuple[str, ...] = ()
     """What else is worth knowing, such as "loss computed in float16"."""
 

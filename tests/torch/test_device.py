@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradlift import Cause
 from gradlift.torch import GradScaler
+from gradlift.torch._device import _Copy
 
 META = "meta"
 RULES = ["dynamic:growth_interval=3", "auto", "megatron:growth_interval=3"]
@@ -748,3 +749,24 @@ def test_the_watch_sees_float64():
     with Watch() as watch:
         torch.ones((), device=META).double()
     assert watch.wide
+
+
+@pytest.mark.parametrize(
+    ("fused", "listening", "transfers"), [(True, False, 0), (False, False, 1), (True, True, 1)]
+)
+def test_one_transfer_a_step_at_the_most(fused, listening, transfers, monkeypatch):
+    """Nobody listens: none with a fused optimizer, one read without. Somebody does: one copy."""
+    packed, count = _Copy._packed, []
+    monkeypatch.setattr(_Copy, "_packed", lambda self: count.append(1) or packed(self))
+    heard = []
+    scaler = GradScaler("cpu", on_event=heard.append if listening else None)
+    scaler._force_device_path = True
+    w = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([w], fused=fused)
+    for i in range(6):
+        optimizer.zero_grad()
+        scaler.scale((w * (math.inf if i == 3 else 1.0)).sum() * 1.0).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+        assert len(count) == transfers * (i + 1)
+    assert len(heard) == listening

@@ -555,7 +555,7 @@ def test_float16_parameters_are_refused_by_name_with_the_remedy():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(MisuseError, match=r"1\.weight is a float16 parameter.*master copies"):
+    with pytest.raises(MisuseError, match=r"1\.weight and 1 more are float16.*master copies"):
         GradScaler("cpu").step(optimizer)
     GradScaler("cpu", allow_fp16_params=True, init_scale=1.0).step(optimizer)
     assert model[1].bias.dtype is torch.float16

@@ -231,7 +231,7 @@ class DeviceTrack(Track):
             if verdict is None:
                 verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
             bad = verdict is not Verdict.APPLY and cause is not Cause.NO_GRADIENTS
-            which = next((i for i, f in enumerate(flags) if f), calls - 1 if calls else None)
+            which = next((i for i, f in enumerate(flags) if f), calls - 1) if calls > 1 else None
             which = left_out[0] if left_out else which
             blamed: tuple[str, ...] = ()
             if found is not None and found.order and told.nonfinite:

@@ -222,8 +222,8 @@ def collect(optimizer: Any, allow_fp16_params: bool) -> tuple[list[Tensor], list
             g = p.grad
             if g is None:
                 continue
-            if g.dtype is not torch.float32:
-                _check_dtype(p, g, allow_fp16_params)
+            if g.is_complex() or (p.dtype is torch.float16 and not allow_fp16_params):
+                _refuse(p, optimizer)
             if g.is_sparse:
                 if not g.is_coalesced():
                     p.grad = g = g.coalesce()
@@ -233,18 +233,23 @@ def collect(optimizer: Any, allow_fp16_params: bool) -> tuple[list[Tensor], list
     return params, grads
 
 
-def _check_dtype(p: Tensor, g: Tensor, allow_fp16_params: bool) -> None:
+def _refuse(p: Tensor, optimizer: Any) -> None:
     from ._names import name_of
 
-    if g.is_complex():
+    if p.is_complex():
         raise MisuseError(
             f"the gradient of {name_of(p)} is complex; loss scaling is for real numbers: keep "
             "complex parameters in an optimizer of their own, without a scaler"
         )
-    if p.dtype is torch.float16 and not allow_fp16_params:
-        raise MisuseError(
-            f"{name_of(p)} is a float16 parameter. Updates smaller than its last bit would be "
-            "lost, and fused optimizers are wrong on it. Keep the model in float32 and use "
-            "torch.autocast, or keep float32 master copies in the optimizer; "
-            "allow_fp16_params=True goes on regardless"
-        )
+    params = [q for group in optimizer.param_groups for q in group["params"]]
+    more = sum(q.dtype is torch.float16 for q in params) - 1
+    who = (
+        f"{name_of(p)} and {more} more are float16 parameters"
+        if more
+        else (f"{name_of(p)} is a float16 parameter")
+    )
+    raise MisuseError(
+        f"{who}. Updates smaller than their last bit would be lost, and fused optimizers are wrong "
+        "on them. Keep the model in float32 and use torch.autocast, or let the optimizer hold "
+        "float32 master copies; allow_fp16_params=True goes on regardless"
+    )

@@ -295,11 +295,12 @@ class Track:
         )
 
     def micro_batch(self) -> int | None:
-        """The first bad one; if none had shown by the end, it was the last."""
+        """The first bad one of several; if none had shown by the end, it was the last."""
         if self.left_out:
             return self.left_out[0]
-        known = next((i for i, bad in enumerate(self.flags) if bad), None)
-        return self.calls - 1 if known is None and self.calls else known
+        if self.calls < 2:
+            return None
+        return next((i for i, bad in enumerate(self.flags) if bad), self.calls - 1)
 
     def notes(self) -> tuple[str, ...]:
         said = [] if math.isinf(self.ceiling) else [HALF_LOSS]
