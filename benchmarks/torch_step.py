@@ -95,7 +95,7 @@ def careful_user(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable
 
 
 def ours(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable[[], float]]:
-    scaler = GradScaler("cpu", **{"init_scale": 1.0, **c.scaler})
+    scaler = GradScaler("cpu", **(c.scaler or {"init_scale": 1.0}))
 
     def run() -> None:
         scaler.step(c.optimizer, max_norm=MAX_NORM if clip else None)

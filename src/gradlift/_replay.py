@@ -8,7 +8,7 @@ import os
 from .formats import FP16, Format
 from .journal import Event, Run, Step, read_journal
 from .reading import Reading
-from .rules import Rule, parse
+from .rules import Rule, ScaleState, parse
 from .verdict import Cause, Verdict, decide
 
 
@@ -21,11 +21,13 @@ def replay(
 ) -> Run:
     """What `rule` would have done with this run's gradients, as a run of the same kind.
 
-    A step that was clean at scale s with largest gradient a has a true peak of a/s; at scale s' it
-    overflows if a/s * s' leaves `format`. A step that overflowed at s overflows at every s' >= s.
-    At a smaller s' the recording cannot tell: its verdict is None, the rule does not see it, and
-    `run.undecided` counts it. Losses, norms and learning rates are those of the recording: a replay
-    says what happens to the scale, not how training would have gone on.
+    A step that was clean at scale s with largest gradient a is clean at every s' <= s; at a larger
+    s' it overflows if a/s * s' leaves `format`. A step that overflowed at s overflows at every
+    s' >= s. Where the recording cannot tell (an overflow seen from a smaller scale, a step whose
+    amax was not taken), the verdict is None, the rule does not see it, and `run.undecided` counts
+    it. Each key of a run with several losses is replayed by itself. Losses, norms and learning
+    rates are those of the recording: a replay says what happens to the scale, not how training
+    would have gone on.
 
     >>> recorded = Run(steps=[Step(i, 2.0**10, 2.0**10, amax=1.0) for i in range(3)])
     >>> replay(recorded, "static:2^20").skipped, replay(recorded, "static:2^30").skipped
@@ -34,16 +36,17 @@ def replay(
     if not isinstance(run, Run):
         run = read_journal(run)
     rule = parse(rule)
-    state = rule.init()
+    states: dict[str, ScaleState] = {}
     header = {**run.header, "rule": str(rule), "replay_of": run.header.get("rule")}
     again = Run(header=header, samples=run.samples, path=run.path)
     for was in run.steps:
+        state = states.get(was.key) or rule.init()
         verdict: Verdict | None = Verdict.RETRY
         tries = -1
         while verdict is Verdict.RETRY:
             tries += 1
             scale = state.scale
-            reading = _reading(was, scale, format)
+            reading = _reading(was, scale, format, rule)
             if reading is None:
                 verdict, cause = None, Cause.NONE
                 break
@@ -52,6 +55,7 @@ def replay(
                 reading, state, rule, loss_known=known, retries_left=retries - tries
             )
             state = rule.advance(state, reading)
+        states[was.key] = state
         again.steps.append(_step(was, scale, state.scale, reading, verdict, cause, tries))
         event = _event(again.steps[-1], was)
         if event:
@@ -59,7 +63,7 @@ def replay(
     return again
 
 
-def _reading(was: Step, scale: float, format: Format) -> Reading | None:
+def _reading(was: Step, scale: float, format: Format, rule: Rule) -> Reading | None:
     """What the gradients of a recorded step show at another scale; None if nobody can tell."""
     if was.verdict is None:
         return None
@@ -69,12 +73,14 @@ def _reading(was: Step, scale: float, format: Format) -> Reading | None:
         return Reading(nonfinite=was.nonfinite, amax=math.inf, loss_nonfinite=True)
     if was.nonfinite:
         return Reading(nonfinite=True, amax=math.inf) if scale >= was.scale else None
-    if math.isnan(was.amax):
-        return Reading(nonfinite=False, amax=math.inf) if scale <= was.scale else None
+    if not math.isfinite(was.amax):  # it was not taken
+        if scale > was.scale or rule.magnitudes:
+            return None
+        return Reading(nonfinite=False, amax=math.inf)
     times = scale / was.scale
     amax, probe = was.amax * times, was.probe_amax * times
     return Reading(
-        nonfinite=bool(format.overflows(amax) or format.overflows(probe)),
+        nonfinite=times > 1 and bool(format.overflows(amax) or format.overflows(probe)),
         amax=amax,
         probe_amax=probe,
         norm=was.norm,
@@ -108,7 +114,8 @@ def _step(
 
 def _event(step: Step, was: Step) -> Event | None:
     if step.verdict is None:
-        said = f"overflowed at {was.scale:g}: the recording cannot tell what {step.scale:g} does"
+        what = "overflowed" if was.nonfinite else "has no amax"
+        said = f"{what} at {was.scale:g}: the recording cannot tell what {step.scale:g} does"
         return Event(step.step, "note", {"text": said})
     if step.verdict is Verdict.APPLY or step.cause is Cause.NO_GRADIENTS:
         return None

@@ -20,7 +20,7 @@ from typing import Any
 from .errors import SettingsError
 
 ONE_BIT = 256  # log2 values are integers, in 1/256 of a bit
-NOTHING = -127 * ONE_BIT  # log2 of zero, and of anything below float32's normal range
+NOTHING = -127 * ONE_BIT  # log2 of zero; subnormal float32 numbers lie less than a bit above it
 UNKNOWN = 128 * ONE_BIT  # log2 of inf and NaN, at least
 
 _F32 = struct.Struct("<f")

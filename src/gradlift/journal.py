@@ -59,6 +59,8 @@ class Step(NamedTuple):
     seconds: float = NAN
     near_max_share: float = NAN
     probe_amax: float = NAN
+    key: str = ""
+    """Which of several losses, each with a scale of its own."""
 
 
 class Sample(NamedTuple):
@@ -143,6 +145,7 @@ class Journal:
 
     def describe(self, **facts: Any) -> None:
         """Adds facts to the header: rule, formats, world_size, parameters (name -> size)."""
+        _check_names(facts, "kind", "schema", "time", "versions")
         if self._header is None:
             self.event("note", **facts)
         else:
@@ -162,6 +165,7 @@ class Journal:
 
     def event(self, what: str, step: int | None = None, **detail: Any) -> None:
         """Records an event, with whatever tells more about it."""
+        _check_names(detail, "kind")
         self._write({"kind": "event", "step": step, "what": what, **detail})
 
     def sample(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
@@ -170,18 +174,15 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._header is not None:
-            header, self._header = self._header, None
+            header = self._header
             header["versions"] = {"python": platform.python_version(), "gradlift": __version__} | {
                 name: str(sys.modules[name].__version__)
                 for name in _FRAMEWORKS
                 if hasattr(sys.modules.get(name), "__version__")
             }
-            self._write(header)
-        try:
-            text = _encode(line)
-        except ValueError:  # inf or NaN somewhere: JSON has neither
-            text = _encode(_named_nonfinite(line))
-        self._file.write(text.encode() + b"\n")
+            self._file.write(_line(header))
+            self._header = None  # only now: what could not be written is still to be written
+        self._file.write(_line(line))
 
     def close(self) -> None:
         """Closes the file. A journal that was never closed is complete all the same."""
@@ -269,7 +270,7 @@ def _take(line: Any, run: Run) -> bool:
                 run.header.update(line)
     except JournalError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return False
     return True
 
@@ -297,6 +298,7 @@ def _step(line: dict[str, Any]) -> Step:
         _number(get("seconds", NAN)),
         _number(get("near_max_share", NAN)),
         _number(get("probe_amax", NAN)),
+        str(get("key", "")),
     )
 
 
@@ -325,6 +327,22 @@ def _check_schema(schema: Any, path: Path | None) -> None:
             f"{path} was written by a later gradlift (schema {schema}, this one reads {SCHEMA}): "
             "upgrade gradlift to read it"
         )
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    try:
+        text = _encode(content)
+    except ValueError:  # inf or NaN somewhere: JSON has neither
+        text = _encode(_named_nonfinite(content))
+    except TypeError as error:
+        raise JournalError(f"cannot be written as JSON: {error}") from error
+    return text.encode() + b"\n"
+
+
+def _check_names(facts: dict[str, Any], *reserved: str) -> None:
+    for name in reserved:
+        if name in facts:
+            raise JournalError(f"{name!r} is the journal's own word: call that fact something else")
 
 
 def _named_nonfinite(value: Any) -> Any:

@@ -152,7 +152,8 @@ class Scaler:
 
     def scale(self, loss: Any) -> Any:
         """loss * scale in float32; notes whether the loss itself was finite."""
-        self._losses.append(float(np.sum(loss)))
+        finite = bool(np.isfinite(loss).all())
+        self._losses.append(float(np.sum(loss, dtype=np.float64)) if finite else math.nan)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.multiply(loss, np.float32(self.state.scale), dtype=np.float32)
 
@@ -163,7 +164,7 @@ class Scaler:
 
         `weights` may be `Masters`; they are then written back.
         """
-        reading = self._inspect(grads)
+        reading = self._inspect(grads, max_norm)
         verdict, cause = self._decide(reading, 0)
         return self._finish(weights, grads, update, max_norm, reading, verdict, cause, 0)
 
@@ -185,7 +186,7 @@ class Scaler:
             self._losses.clear()
             loss, grads = compute(self.get_scale())
             self._losses.append(float(loss))
-            reading = self._inspect(grads)
+            reading = self._inspect(grads, max_norm)
             verdict, cause = self._decide(reading, retries - tries)
             if verdict is not Verdict.RETRY:
                 break
@@ -194,11 +195,17 @@ class Scaler:
             self._event("retry", before.scale, cause, culprits(grads))
         return self._finish(weights, grads, update, max_norm, reading, verdict, cause, tries)
 
-    def _inspect(self, grads: Grads) -> Reading:
+    def _inspect(self, grads: Grads, max_norm: float | None) -> Reading:
+        if max_norm is not None and not max_norm > 0:
+            raise SettingsError(f"max_norm is {max_norm!r}, expected a number above 0")
+        losses = list(self._losses)
         if isinstance(self.rule, Off):
-            return Reading(nonfinite=False, amax=math.inf)
+            norm = math.nan if max_norm is None else inspect(grads).norm
+            return Reading(nonfinite=False, amax=math.nan, norm=norm)
+        self._losses.clear()  # whatever happens next, they are this step's and no other's
         reading = inspect(grads, self.get_scale())
-        return reading._replace(loss_nonfinite=not all(map(math.isfinite, self._losses)))
+        self._losses += losses
+        return reading._replace(loss_nonfinite=not all(map(math.isfinite, losses)))
 
     def _decide(self, reading: Reading, retries_left: int) -> tuple[Verdict, Cause]:
         return decide(

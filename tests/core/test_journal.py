@@ -209,3 +209,29 @@ def test_killed_fifty_times(tmp_path):
         assert all("1 damaged or cut-off line " in str(w.message) for w in caught)
         assert [s.step for s in run.steps] == list(range(len(run.steps)))
         assert len(run.steps) > said[-1]
+
+
+def test_what_cannot_be_written_does_not_spoil_the_rest(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path) as journal:
+        with pytest.raises(JournalError, match="'kind' is the journal's own word"):
+            journal.describe(kind="mine")
+        with pytest.raises(JournalError, match="'kind' is the journal's own word"):
+            journal.event("note", kind="mine")
+        journal.describe(bad={(1, 2): 3})
+        with pytest.raises(JournalError, match="cannot be written as JSON"):
+            journal.step(Step(0, 8.0, 8.0))
+        journal.describe(bad="no longer")
+        journal.step(Step(1, 8.0, 8.0, key="d"))
+    run = read_journal(path)
+    assert run.header["bad"] == "no longer"
+    assert [(s.step, s.key) for s in run.steps] == [(1, "d")]
+
+
+def test_numbers_too_large_are_damage(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path)
+    with open(path, "a") as file:
+        file.write('{"kind":"step","step":3,"scale":8.0,"next_scale":8.0,"retries":Infinity}\n')
+    with pytest.warns(JournalWarning, match="1 damaged"):
+        assert len(read_journal(path).steps) == 3

@@ -119,3 +119,31 @@ def test_from_a_file_and_back(tmp_path):
 
 def test_an_empty_run():
     assert replay(Run(), "auto").steps == []
+
+
+def test_a_clean_step_is_clean_at_its_own_scale_however_large_its_gradients():
+    """float32 gradients may well be larger than float16's largest number."""
+    run = Run(steps=[Step(0, 8.0, 8.0, amax=1e6)])
+    assert replay(run, "static:8").skipped == 0
+    assert replay(run, "static:4").skipped == 0
+    assert replay(run, "static:16").skipped == 1
+
+
+@pytest.mark.parametrize("amax", [math.nan, math.inf])
+def test_a_rule_that_needs_amax_is_not_given_a_guess(amax):
+    run = Run(steps=[Step(i, 8.0, 8.0, amax=amax) for i in range(5)])
+    for rule in ("histogram:init_scale=8", "auto:init_scale=8", "logmax:init_scale=8"):
+        again = replay(run, rule)
+        assert again.undecided == 5
+        assert again.steps[-1].next_scale == 8.0
+    assert replay(run, "dynamic:init_scale=8").undecided == 0
+
+
+def test_each_key_is_replayed_by_itself():
+    a, b = (
+        record("torch:growth_interval=5", noise(40)),
+        record("torch:growth_interval=5", noise(40, 1)),
+    )
+    both = [s._replace(key=k) for pair in zip(a.steps, b.steps) for k, s in zip("ab", pair)]
+    again = replay(Run(steps=both), "torch:growth_interval=5")
+    assert [s.scale for s in again.steps] == [s.scale for s in both]

@@ -170,3 +170,27 @@ def test_single_arrays_and_missing_gradients():
     weights = {"w": np.ones(1, np.float32), "frozen": np.ones(1, np.float32)}
     scaler.step(weights, {"w": np.float16([4]), "frozen": None}, sgd)
     assert (weights["w"], weights["frozen"]) == (0, 1)
+
+
+def test_off_clips_where_asked_and_a_bad_norm_is_refused():
+    weights = {"w": np.zeros(1, np.float32)}
+    gl.Scaler("off").step(weights, {"w": np.float32([100.0])}, sgd, max_norm=1.0)
+    assert weights["w"][0] == pytest.approx(-1.0)
+    for rule in ("off", "dynamic"):
+        with pytest.raises(SettingsError, match="max_norm is -1"):
+            gl.Scaler(rule).step(weights, {"w": np.float32([100.0])}, sgd, max_norm=-1)
+
+
+def test_a_step_that_raised_leaves_no_loss_behind():
+    scaler, weights = gl.Scaler("static:1"), {"w": np.zeros(1, np.float32)}
+    scaler.scale(math.nan)
+    with pytest.raises(SettingsError):
+        scaler.step(weights, {"w": np.array([1])}, sgd)
+    scaler.scale(1.0)
+    assert scaler.step(weights, {"w": np.float32([1.0])}, sgd).stepped
+
+
+def test_a_vector_loss_in_float16_is_judged_by_its_elements():
+    scaler, weights = gl.Scaler("static:1"), {"w": np.zeros(1, np.float32)}
+    scaler.scale(np.full(2000, 100.0, np.float16))
+    assert scaler.step(weights, {"w": np.float32([1.0])}, sgd).stepped

@@ -79,10 +79,7 @@ overflow, or before `"every"` one |
         check.count("hysteresis", 1)
         check.choice("hysteresis_refill", "growth", "clean", "streak")
         check.choice("growth_late", "never", "first", "every")
-        if isinstance(self.tolerance, bool) or not 0 <= self.tolerance <= 1:
-            raise SettingsError(
-                f"Backoff: tolerance is {self.tolerance!r}, expected a share in [0, 1]"
-            )
+        check.share("tolerance")
         if (self.recover_below is None) != (self.recover_interval is None):
             raise SettingsError("Backoff: recover_below and recover_interval go together")
         if self.recover_below is not None:

@@ -228,10 +228,7 @@ class Histogram(Rule):
         _format(self)
         check.bounds()
         check.count("band_bits", 0)
-        if not 0 <= self.max_share < 1:
-            raise SettingsError(
-                f"Histogram: max_share is {self.max_share!r}, expected a share in [0, 1)"
-            )
+        check.share("max_share")
 
     def init(self) -> ScaleState:
         return ScaleState(self.init_scale)

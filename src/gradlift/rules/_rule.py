@@ -220,6 +220,13 @@ class Checked:
             raise SettingsError(f"{self.of}: {name} is {value!r}, expected {at_least} or more")
         return value
 
+    def share(self, name: str) -> None:
+        """A share in [0, 1]."""
+        value = getattr(self.rule, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value <= 1:
+            raise SettingsError(f"{self.of}: {name} is {value!r}, expected a share in [0, 1]")
+
     def choice(self, name: str, *allowed: Any) -> None:
         value = getattr(self.rule, name)
         if value not in allowed:

@@ -54,7 +54,7 @@ def must_know(optimizer: Any) -> bool:
 
 def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) -> None:
     """grads *= factor, in place, in one pass a device; what cannot be written is replaced."""
-    if isinstance(factor, float) and factor == 1.0:
+    if not grads or (isinstance(factor, float) and factor == 1.0):
         return
     with torch.no_grad():
         for i, (p, g) in enumerate(zip(params, grads)):

@@ -85,7 +85,7 @@ class DeviceTrack(Track):
         moved.copy = _Copy(device)
         if track.calls:
             moved.flags = [torch.full((), bool(f), device=device) for f in track.flags]
-            moved.dead = torch.full((), bool(track.dead), device=device)
+            moved.losses = list(moved.flags)
         return moved
 
     def clear(self) -> None:
@@ -109,12 +109,12 @@ class DeviceTrack(Track):
         return self.tensors.scale.reciprocal()
 
     def note(self, loss: Tensor) -> None:
-        value = loss.detach().sum() if loss.numel() != 1 else loss.detach().reshape(())
+        value = loss.detach().float().sum() if loss.numel() != 1 else loss.detach().reshape(())
         if self.want_norm:  # recorded
             self.loss = self.loss + value.float().to(self.device, non_blocking=True)
         dead = not_finite(value).to(self.device, non_blocking=True)
-        self.dead = dead if self.calls == 0 else self.dead.logical_or(dead)
         self.flags.append(dead)
+        self.losses.append(dead)
 
     def dead_for_sure(self) -> bool:
         return False  # nobody knows yet
@@ -138,17 +138,34 @@ class DeviceTrack(Track):
             window.reading = self.agreed(nothing)
             return
         window.look = found = device_look(
-            window.grads, self.inverse(), norm=norm or self.want_norm, amax=self.want_amax
+            window.grads,
+            self.inverse(),
+            norm=norm or self.want_norm,
+            amax=self.want_amax,
+            clips=norm,
         )
         window.norm, window.has_norm = found.norm, norm or self.want_norm
         window.reading = self.agreed(
             Reading(
                 nonfinite=found.nonfinite,
                 amax=found.amax,
-                loss_nonfinite=self.dead if self.trusts_its_loss else False,
+                loss_nonfinite=self.blamed_loss(found.nonfinite),
                 norm=window.norm,
             )
         )
+
+    def blamed_loss(self, nonfinite: Any) -> Any:
+        if not self.trusts_its_loss or not self.flags:
+            return False
+        if len(self.flags) == 1:
+            return self.flags[0]
+        losses = torch.stack(self.losses)
+        return losses.any().logical_and(losses.all().logical_or(nonfinite))
+
+    def leave_out(self, micro_batches: list[int]) -> None:
+        super().leave_out(micro_batches)
+        self.flags = [torch.zeros((), dtype=torch.bool, device=self.device) for _ in self.flags]
+        self.losses = list(self.flags)
 
     def lacks_norm(self, window: Window) -> bool:
         return bool(window.grads) and not window.has_norm
@@ -197,7 +214,10 @@ class DeviceTrack(Track):
     def decided(self, reading: Reading, retries_left: int = 0) -> tuple[Verdict, Cause]:
         """The verdict, for those who cannot go on without it: one read."""
         copy = _Copy(self.device)
-        state, told = self.told(copy.values(copy.add(self.telling(reading))))
+        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
+        values = copy.values(copy.add([*self.tensors, *flags]))
+        state = ScaleState(values[0], *map(int, values[1:7]))
+        told = Reading(values[7] > 0, math.inf, values[8] > 0, values[9] > 0)
         known = self.calls > 0 and self.trusts_its_loss
         return decide(
             told, state, self.rule, self.limits, loss_known=known, retries_left=retries_left
@@ -219,6 +239,8 @@ class DeviceTrack(Track):
         assert reading is not None
         calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
         left_out, copy = self.left_out, self.copy
+        # Not the window itself: it would keep all gradients alive until somebody looks.
+        verdict_known, cause_known = window.verdict, window.cause
         held = [x.clone() if isinstance(x, Tensor) else x for x in self.telling(reading)[:3]]
         parts = [*held, *self.telling(reading)[3:], window.norm, *self.flags]
         where = copy.add(parts)
@@ -227,7 +249,7 @@ class DeviceTrack(Track):
             *telling, norm = copy.values(where)[:7]
             flags = copy.values(where)[7:]
             before, told = self.told(telling)
-            verdict, cause = window.verdict, window.cause
+            verdict, cause = verdict_known, cause_known
             if verdict is None:
                 verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
             bad = verdict is not Verdict.APPLY and cause is not Cause.NO_GRADIENTS
@@ -275,8 +297,9 @@ class DeviceTrack(Track):
 
     def facts(self, reading: Reading, loss: Any) -> Callable[[], Facts]:
         """Sends everything about this window over; it is read one step later."""
-        copy = self.copy
-        numbers = [reading.amax, reading.nonfinite, reading.norm, loss, self.tensors.scale]
+        copy, some = self.copy, self.stepped_without_some()
+        bad = False if some else reading.nonfinite
+        numbers = [reading.amax, bad, reading.norm, loss, self.tensors.scale]
         where = copy.add(numbers)
         copy.start()
 

@@ -120,6 +120,12 @@ class DropIn(torch.amp.GradScaler):
         if skip not in ("each", "all"):
             raise SettingsError(f"skip is {skip!r}, expected 'each' or 'all'")
         factors = growth_factor, backoff_factor, growth_interval
+        theirs = init_scale, *factors, min_scale, max_scale
+        if rule is not None and theirs != (2.0**16, 2.0, 0.5, 2000, 2.0**-24, None):
+            raise SettingsError(
+                f"with rule={str(rule)!r}, scale, factors, interval and bounds belong into the "
+                "rule: write rule='dynamic:init_scale=2^8', not init_scale="
+            )
         self._torch_rule = rule is None
         self._rule: Rule = (
             torch_rule(init_scale, *factors, min_scale, max_scale) if rule is None else parse(rule)
@@ -134,16 +140,17 @@ class DropIn(torch.amp.GradScaler):
             self._rule, self._limits, journal, self._names, on_event, sample_every
         )
         self._force_device_path = False  # for tests: CPU tensors take the accelerator's path
-        self._tracks: dict[str | None, Track] = {None: self._new_track()}
+        self._tracks: dict[str | None, Track] = {None: self._new_track(None)}
         self._dropping: DropBad | None = None
         self.result: StepResult | None = None
         """What the last step came to; valid until the next one."""
 
-    def _new_track(self) -> Track:
+    def _new_track(self, key: str | None) -> Track:
         recorded = self._report.journal is not None
         return Track(
             self._rule,
             limits=self._limits,
+            key=key,
             group=self._group,
             names=self._names,
             allow_fp16_params=self._allow_fp16_params,
@@ -155,7 +162,7 @@ class DropIn(torch.amp.GradScaler):
         """The track of a key; it moves to the device where its first loss or parameter lies."""
         track = self._tracks.get(key)
         if track is None:
-            track = self._tracks[key] = self._new_track()
+            track = self._tracks[key] = self._new_track(key)
         if device is None or (device.type == "cpu" and not self._force_device_path):
             return track
         if not isinstance(track, DeviceTrack):
@@ -183,7 +190,10 @@ class DropIn(torch.amp.GradScaler):
 
     def get_scale(self, key: str | None = None) -> float:
         """The scale of the next step; 1.0 if disabled."""
-        return float(self._track(key).numbers().scale) if self._active else 1.0
+        if not self._active:
+            return 1.0
+        track = self._tracks.get(key)
+        return float((track.numbers() if track else self._rule.init()).scale)
 
     @property
     def _factors(self) -> list[Any]:
@@ -268,6 +278,6 @@ class DropIn(torch.amp.GradScaler):
         saved = state.pop("_saved")
         self.__dict__.update(state)
         self._report = Report(self._rule, self._limits, None, self._names, None, None)
-        self._tracks = {None: self._new_track()}
+        self._tracks = {None: self._new_track(None)}
         self._dropping = self.result = None
         self.load_state_dict(saved)

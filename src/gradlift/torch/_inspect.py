@@ -18,7 +18,7 @@ from ..formats import FP32
 
 _SMALL = 2**12  # elements: gradients up to this size are looked at together
 _CACHED = 2**18  # elements: a piece that is still in the cache when it is read again
-_LARGE = 2**22  # elements: the most that one float32 dot product adds up
+_LARGE = 2**22  # elements: where a piece is read only once
 _TINY = 1e-20  # a total below it may have lost digits to float32's underflow
 
 
@@ -57,15 +57,15 @@ def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) 
     """The CPU's look: one dot product gives the norm and the finite check in one read.
 
     Read in pieces that fit the cache, so that amax, where it is wanted, costs no second read from
-    memory, and so that a float32 sum stays exact to 1e-6. A sum of squares that is not finite is
-    confirmed exactly, and so is a total so small that squares may have vanished. `inverse` is
-    1/scale: what counts is the gradient that will be used, so one that leaves float32 on the way
-    is not finite.
+    memory, and so that a float32 sum stays exact to 1e-5 at least. A sum of squares that is not
+    finite is confirmed exactly, and so is a total so small that squares may have vanished.
+    `inverse` is 1/scale: what counts is the gradient that will be used, so one that leaves float32
+    on the way is not finite.
     """
     if amax and not norm:
         return _peaks_only(grads, inverse)
     squares, largest, top = 0.0, 0.0, 0.0
-    for piece, sources in _pieces(grads, _CACHED if amax else _LARGE):
+    for piece, sources in _pieces(grads, _CACHED):
         s = torch.dot(piece, piece).item()
         if not s < math.inf:
             s, peak = _exactly(sources)
@@ -154,11 +154,13 @@ def _finite_amax(grads: list[Tensor]) -> float:
     )
 
 
-def device_look(grads: list[Tensor], inverse: Tensor, *, norm: bool, amax: bool = False) -> Look:
+def device_look(
+    grads: list[Tensor], inverse: Tensor, *, norm: bool, amax: bool = False, clips: bool = False
+) -> Look:
     """The accelerator's look: per-tensor peaks are exact, and everything stays on the device.
 
-    Gradients on several devices are combined where `inverse` lies. A norm that leaves float32 (it
-    takes elements above 1e19, as scaled) counts as non-finite: clipping by it would be wrong.
+    Gradients on several devices are combined where `inverse` lies. If the norm `clips`, one that
+    leaves float32 (it takes elements above 1e19, as scaled) counts as non-finite.
     """
     home = inverse.device
     devices = dict.fromkeys(g.device for g in grads)
@@ -183,7 +185,8 @@ def device_look(grads: list[Tensor], inverse: Tensor, *, norm: bool, amax: bool 
     if norm:
         lengths = norms[0] if len(norms) == 1 else torch.cat(norms)
         total = torch.linalg.vector_norm(lengths * inverse)
-        used = torch.maximum(used, total)  # NaN wins here as well
+        if clips:
+            used = torch.maximum(used, total)  # NaN wins here as well
     top: Any = math.inf
     if amax:
         top = torch.where(torch.isfinite(every), every, 0.0).max()

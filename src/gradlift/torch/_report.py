@@ -28,6 +28,7 @@ class Told(NamedTuple):
     results: list[StepResult]
     facts: Callable[[], Facts]
     lr: float
+    late: bool
 
 
 class Report:
@@ -61,6 +62,8 @@ class Report:
         if not self._described:
             self._described = True
             self.names.update({**found(), **self.names})
+            for i, p in enumerate(window.params):
+                self.names.setdefault(id(p), f"parameter {i} of shape {tuple(p.shape)}")
             self.journal.describe(
                 rule=str(self.rule),
                 framework="torch",
@@ -77,7 +80,12 @@ class Report:
         for each in due:
             self.now(each)
 
-    def now(self, told: Told) -> StepResult:
+    def flush(self) -> None:
+        due, self.due = self.due, []
+        for each in due:
+            self.now(each)
+
+    def now(self, told: Told) -> None:
         """Tells of one window; raises if one of its results is a halt that came late."""
         bad = [r for r in told.results if not r.stepped and r.cause is not Cause.NO_GRADIENTS]
         shown = bad[0] if bad else told.results[-1]
@@ -89,7 +97,6 @@ class Report:
         before = getattr(shown, "before", None)
         if shown.verdict is Verdict.HALT and before is not None:
             raise self.halt(shown, before, told.step)
-        return shown
 
     def halt(self, result: StepResult, before: ScaleState, step: int) -> TrainingHalted:
         self.due.clear()
@@ -142,6 +149,7 @@ class Report:
                 culprits=result.culprits,
                 retries=result.retries,
                 seconds=seconds,
+                key=told.key or "",
             )
         )
 

@@ -19,7 +19,13 @@ class Replay:
         self.torch = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         modules = [] if model is False else [model]
-        self.buffers = [(b, b.detach().clone()) for m in modules for b in m.buffers()]
+        self.buffers = [
+            (owner, name, b, b.detach().clone())
+            for m in modules
+            for owner in m.modules()
+            for name, b in owner._buffers.items()
+            if b is not None
+        ]
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         others = [p for m in modules for p in m.parameters() if id(p) not in stepped]
         self.grads: list[tuple[Tensor, Tensor | None]] = [
@@ -34,7 +40,8 @@ class Replay:
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
         with torch.no_grad():
-            for buffer, value in self.buffers:
+            for owner, name, buffer, value in self.buffers:
                 buffer.copy_(value)
+                owner._buffers[name] = buffer  # forward may have put another tensor there
         for p, grad in self.grads:
             p.grad = None if grad is None else grad.clone()

@@ -89,7 +89,12 @@ step in `update()`) |
                 f"{call} was called after step() on this optimizer: call scaler.update() first, "
                 "once an iteration"
             )
-        return track, track.inspect(window, norm=norm)
+        try:
+            return track, track.inspect(window, norm=norm)
+        except MisuseError:
+            if window.reading is None:
+                del track.windows[id(optimizer)]
+            raise
 
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
         """Takes the scale out of the gradients, so that they can be looked at or clipped by hand.
@@ -167,7 +172,7 @@ step in `update()`) |
         window.result = self.result = track.result(window, retries)
         if window.verdict is Verdict.HALT:
             before, step, result = track.numbers(), track.steps, self.result
-            self._end_window(None, track)
+            self._tell(self._end_window(track))
             raise self._report.halt(result, before, step)
         return value
 
@@ -175,11 +180,17 @@ step in `update()`) |
         self, optimizer: Any, closure: Callable[[], Any], max_norm: float | None, key: str | None
     ) -> Any:
         refuse(optimizer)
+        if self._skip == "all":
+            raise MisuseError(
+                f"skip='all' cannot hold back a {type(optimizer).__name__}, which steps while it "
+                "calls its closure: use skip='each'"
+            )
         track = self._track(key, _home(optimizer))
-        before = Snapshot(optimizer)
+        before, loss_so_far = Snapshot(optimizer), track.loss
 
         def guarded() -> Any:
             track.windows.pop(id(optimizer), None)
+            track.loss = loss_so_far  # the last evaluation counts, not all of them
             with torch.enable_grad():
                 loss = closure()
             window = track.inspect(track.window(optimizer), norm=max_norm is not None)
@@ -218,8 +229,9 @@ step in `update()`) |
         if new_scale is not None:
             self._set_scale(float(new_scale))
             return
-        for key, track in list(self._tracks.items()):
-            self._end_window(key, track)
+        told = [self._end_window(track) for track in list(self._tracks.values())]
+        for each in told:  # all is settled before anybody is told, and might raise
+            self._tell(each)
 
     def _set_scale(self, scale: float) -> None:
         """By hand, for every key; what this window showed is not counted."""
@@ -230,24 +242,31 @@ step in `update()`) |
             track.put(track.numbers()._replace(scale=scale))
         self._use_rule(rule)
 
-    def _end_window(self, key: str | None, track: Track) -> None:
+    def _end_window(self, track: Track) -> Told | None:
+        """Moves the scale and begins a new window; what there is to tell of the old one."""
         if not any(w.reading is not None for w in track.windows.values()):
-            return
+            return None
         reading = self._carry_out_deferred(track)
         results = [w.result for w in track.windows.values() if w.result is not None]
         loss = track.loss if track.calls else math.nan
         lr = learning_rate(track)
         track.advance(reading)
-        away = isinstance(track, DeviceTrack)
         # Nothing to tell after unscale_() without step(); nothing to send if nobody listens.
-        if results and (self._report.wanted or not away):
-            told = Told(key, track.steps, results, track.facts(reading, loss), lr)
-            if away:
-                self._report.later(told)
-            else:
-                self._report.now(told)
+        late, told = isinstance(track, DeviceTrack), None
+        if results and (self._report.wanted or not late):
+            facts = track.facts(reading, loss)
+            told = Told(track.key, track.steps, results, facts, lr, late)
         track.steps += 1
         track.clear()
+        return told
+
+    def _tell(self, told: Told | None) -> None:
+        if told is not None:
+            (self._report.later if told.late else self._report.now)(told)
+
+    def flush(self) -> None:
+        """Tells what a device has not told yet: it is one step behind. `state_dict` does so too."""
+        self._report.flush()
 
     def _carry_out_deferred(self, track: Track) -> Any:
         reading = track.combined()
@@ -298,7 +317,7 @@ step in `update()`) |
             if window.verdict is not Verdict.RETRY:
                 break
             track.advance(track.combined(), retry=True)
-            self._report.event(key, track.steps, self._result, track.numbers().scale)
+            self._report.event(track.key, track.steps, self._result, track.numbers().scale)
             track.clear()
             kept.restore()
         self.update()

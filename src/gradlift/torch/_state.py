@@ -19,6 +19,7 @@ _HISTORY = ("skips", "left", "level", "spread", "seen")  # scale and clean are t
 
 
 def save(scaler: DropIn) -> dict[str, Any]:
+    scaler._report.flush()
     growth, backoff, interval = scaler._factors
     state = scaler._track(None).numbers()
     return {
@@ -96,6 +97,7 @@ def load(scaler: DropIn, data: Any) -> None:
     for key, state in states.items():
         track = scaler._track(key)
         track.rule = rule
+        track.clear()  # gradients made at another scale are of no use any more
         track.put(state)
         track.steps, track.skipped = counts[key]
         if hasattr(track, "skips_seen"):

@@ -72,20 +72,21 @@ class Track:
         rule: Rule,
         *,
         limits: Limits,
+        key: str | None = None,
         group: Any = None,
         names: Mapping[int, str] | None = None,
         allow_fp16_params: bool = False,
         want_amax: bool = False,
         want_norm: bool = False,
     ) -> None:
-        self.rule, self.limits, self.group = rule, limits, group
+        self.rule, self.limits, self.group, self.key = rule, limits, group, key
         self.names = dict(names or {})
         self.allow_fp16_params = allow_fp16_params
         self.want_amax, self.want_norm = want_amax, want_norm
         self.state = rule.init()
         self.ceiling = math.inf
         self.steps = self.skipped = 0
-        self.leaves: list[weakref.ref[Tensor]] = []
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -93,7 +94,8 @@ class Track:
         self.windows: dict[int, Window] = {}
         self.calls = 0
         self.loss: Any = 0.0
-        self.dead: Any = False
+        self.losses: list[Any] = []
+        """For each micro-batch: was its loss non-finite?"""
         self.flags: list[Any] = []
         """For each micro-batch: was it bad, as far as its loss or its gradients have shown?"""
         self.left_out: list[int] = []
@@ -126,10 +128,18 @@ class Track:
         return self.state.scale
 
     def note(self, loss: Tensor) -> None:
-        value = loss.detach().sum().item() if loss.numel() != 1 else loss.item()
+        value = loss.detach().float().sum().item() if loss.numel() != 1 else loss.item()
         self.loss += value
-        self.flags.append(not math.isfinite(value))
-        self.dead = self.dead or self.flags[-1]
+        dead = not math.isfinite(value)
+        self.losses.append(dead)
+        self.flags.append(dead)
+
+    def blamed_loss(self, nonfinite: Any) -> Any:
+        """Is a dead loss to blame? If only some losses of the window were dead, only where the
+        gradients show it: the others may belong to another optimizer, or were given up."""
+        if not self.trusts_its_loss or not any(self.losses):
+            return False
+        return all(self.losses) or bool(nonfinite)
 
     def dead_for_sure(self) -> bool:
         """Is it settled already which micro-batch was the first bad one?"""
@@ -149,13 +159,14 @@ class Track:
     def leave_out(self, micro_batches: list[int]) -> None:
         """These were dropped: their losses no longer count, but their overflow does."""
         self.left_out = micro_batches
-        self.spoiled = not all(self.flags[i] for i in micro_batches if i < len(self.flags))
-        self.dead, self.flags = False, []
+        self.spoiled = not all(self.losses[i] for i in micro_batches if i < len(self.losses))
+        self.flags = [False] * len(self.flags)
+        self.losses = [False] * len(self.losses)
 
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
         if not self.leaves:
-            self.leaves = [weakref.ref(p) for p in leaves(loss)]
-        params = (ref() for ref in self.leaves)
+            self.leaves = {id(p): weakref.ref(p) for p in leaves(loss)}
+        params = (ref() for ref in self.leaves.values())
         return [
             p.grad for p in params if p is not None and p.grad is not None and not p.grad.is_sparse
         ]
@@ -177,19 +188,24 @@ class Track:
                     "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
                     "after the last backward() before step()"
                 )
-            if window.unscaled:
-                if norm:  # of the gradients as they are now: somebody may have worked on them
+            same = all(p.grad is g for p, g in zip(window.params, window.held))
+            if window.unscaled:  # the verdict stands; the gradients may have been worked on
+                if not same:
+                    self.gather(window)
+                if norm:
                     self.take_norm(window)
                 return window
-            same = all(p.grad is g for p, g in zip(window.params, window.held))
             if same and not (norm and self.lacks_norm(window)):
                 return window
-        params, grads = collect(window.optimizer, self.allow_fp16_params)
-        window.params, window.grads, window.calls = params, grads, self.calls
-        window.held = [p.grad for p in params]
-        self.leaves = [weakref.ref(p) for p in params]
+        self.gather(window)
+        window.calls = self.calls
         self.read(window, norm)
         return window
+
+    def gather(self, window: Window) -> None:
+        window.params, window.grads = collect(window.optimizer, self.allow_fp16_params)
+        window.held = [p.grad for p in window.params]
+        self.leaves.update({id(p): weakref.ref(p) for p in window.params})
 
     def lacks_norm(self, window: Window) -> bool:
         assert window.look is not None
@@ -211,8 +227,8 @@ class Track:
             Reading(
                 nonfinite=found.nonfinite or nothing_left,
                 amax=math.inf if nothing_left else found.amax,
-                loss_nonfinite=self.trusts_its_loss
-                and (self.dead or (nothing_left and not self.spoiled)),
+                loss_nonfinite=self.blamed_loss(found.nonfinite)
+                or (nothing_left and not self.spoiled),
                 checked=bool(window.grads) or nothing_left,
                 norm=window.norm,
             )
@@ -338,7 +354,8 @@ class Track:
 
     def facts(self, reading: Reading, loss: Any) -> Callable[[], Facts]:
         """What the journal wants to know of this window, after `advance`."""
-        told = Facts(reading.amax, bool(reading.nonfinite), reading.norm, loss, self.state.scale)
+        bad = bool(reading.nonfinite) and not self.stepped_without_some()
+        told = Facts(reading.amax, bad, reading.norm, loss, self.state.scale)
         return lambda: told
 
     def scale_tensor(self) -> Tensor:
