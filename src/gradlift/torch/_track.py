@@ -86,7 +86,7 @@ class Track:
         self.state = rule.init()
         self.ceiling = math.inf
         self.steps = self.skipped = 0
-        self.leaves: dict[int, weakref.ref[Tensor]] = {}
+        self.optimizers: dict[int, weakref.ref[Any]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -164,12 +164,11 @@ class Track:
         self.losses = [False] * len(self.losses)
 
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
-        if not self.leaves:
-            self.leaves = {id(p): weakref.ref(p) for p in leaves(loss)}
-        params = (ref() for ref in self.leaves.values())
-        return [
-            p.grad for p in params if p is not None and p.grad is not None and not p.grad.is_sparse
-        ]
+        """Of the optimizers seen so far; before the first step, of what the loss depends on."""
+        living = [o for o in (ref() for ref in self.optimizers.values()) if o is not None]
+        params = [p for o in living for group in o.param_groups for p in group["params"]]
+        grads = (p.grad for p in params or leaves(loss))
+        return [g for g in grads if g is not None and not g.is_sparse]
 
     # inspect, agree
 
@@ -205,7 +204,7 @@ class Track:
     def gather(self, window: Window) -> None:
         window.params, window.grads = collect(window.optimizer, self.allow_fp16_params)
         window.held = [p.grad for p in window.params]
-        self.leaves.update({id(p): weakref.ref(p) for p in window.params})
+        self.optimizers[id(window.optimizer)] = weakref.ref(window.optimizer)
 
     def lacks_norm(self, window: Window) -> bool:
         assert window.look is not None
