@@ -198,14 +198,15 @@ class Scaler:
     def _inspect(self, grads: Grads, max_norm: float | None) -> Reading:
         if max_norm is not None and not max_norm > 0:
             raise SettingsError(f"max_norm is {max_norm!r}, expected a number above 0")
-        losses = list(self._losses)
         if isinstance(self.rule, Off):
             norm = math.nan if max_norm is None else inspect(grads).norm
             return Reading(nonfinite=False, amax=math.nan, norm=norm)
-        self._losses.clear()  # whatever happens next, they are this step's and no other's
-        reading = inspect(grads, self.get_scale())
-        self._losses += losses
-        return reading._replace(loss_nonfinite=not all(map(math.isfinite, losses)))
+        try:
+            reading = inspect(grads, self.get_scale())
+        except SettingsError:
+            self._losses.clear()  # they were this step's and no other's
+            raise
+        return reading._replace(loss_nonfinite=not all(map(math.isfinite, self._losses)))
 
     def _decide(self, reading: Reading, retries_left: int) -> tuple[Verdict, Cause]:
         return decide(

@@ -122,6 +122,20 @@ def test_a_gradient_exchanged_after_unscale_is_the_one_that_counts(device_path, 
 
 
 @both_paths
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_nan_put_there_after_unscale_is_not_applied(device_path, fused):
+    w, optimizer, scaler = made(device_path, fused)
+    scaler.scale((w * 3).sum()).backward()
+    scaler.unscale_(optimizer)
+    w.grad = torch.tensor([math.nan])
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.result.stepped
+    assert [c.kind for c in scaler.result.culprits] == ["nan"]
+    assert (w.item(), scaler.get_scale()) == (0.0, 2.0**15)
+
+
+@both_paths
 def test_a_vector_loss_in_float16_is_judged_by_its_elements(device_path):
     w, optimizer, scaler = made(device_path)
     losses = torch.full((2000,), 100.0, dtype=torch.float16) + w.half()

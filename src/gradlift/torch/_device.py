@@ -167,6 +167,13 @@ class DeviceTrack(Track):
         self.flags = [torch.zeros((), dtype=torch.bool, device=self.device) for _ in self.flags]
         self.losses = list(self.flags)
 
+    def recheck(self, window: Window) -> None:
+        if self.group is None and window.grads:
+            assert window.reading is not None
+            window.look = device_look(window.grads, torch.ones_like(self.tensors.scale), norm=False)
+            bad = window.look.nonfinite.logical_or(window.reading.nonfinite)
+            window.reading = window.reading._replace(nonfinite=bad, checked=True)
+
     def lacks_norm(self, window: Window) -> bool:
         return bool(window.grads) and not window.has_norm
 
@@ -223,11 +230,6 @@ class DeviceTrack(Track):
             told, state, self.rule, self.limits, loss_known=known, retries_left=retries_left
         )
 
-    def telling(self, reading: Reading) -> list[Any]:
-        """What a verdict depends on."""
-        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
-        return [self.tensors.scale, self.tensors.skips, self.tensors.left, *flags]
-
     def told(self, values: list[float]) -> tuple[ScaleState, Reading]:
         scale, skips, left, nonfinite, dead, checked = values
         state = self.rule.init()._replace(scale=scale, skips=int(skips), left=int(left))
@@ -241,9 +243,10 @@ class DeviceTrack(Track):
         left_out, copy = self.left_out, self.copy
         # Not the window itself: it would keep all gradients alive until somebody looks.
         verdict_known, cause_known = window.verdict, window.cause
-        held = [x.clone() if isinstance(x, Tensor) else x for x in self.telling(reading)[:3]]
-        parts = [*held, *self.telling(reading)[3:], window.norm, *self.flags]
-        where = copy.add(parts)
+        state = self.tensors
+        held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
+        seen = [reading.nonfinite, reading.loss_nonfinite, reading.checked, window.norm]
+        where = copy.add([*held, *seen, *self.flags])
 
         def read() -> StepResult:
             *telling, norm = copy.values(where)[:7]

@@ -188,9 +188,10 @@ class Track:
                     "after the last backward() before step()"
                 )
             same = all(p.grad is g for p, g in zip(window.params, window.held))
-            if window.unscaled:  # the verdict stands; the gradients may have been worked on
+            if window.unscaled:
                 if not same:
                     self.gather(window)
+                    self.recheck(window)
                 if norm:
                     self.take_norm(window)
                 return window
@@ -205,6 +206,14 @@ class Track:
         window.params, window.grads = collect(window.optimizer, self.allow_fp16_params)
         window.held = [p.grad for p in window.params]
         self.optimizers[id(window.optimizer)] = weakref.ref(window.optimizer)
+
+    def recheck(self, window: Window) -> None:
+        """Gradients put there after unscale_() are judged too. Not across ranks: only some might
+        come here, and a collective that others do not join hangs."""
+        if self.group is None and look(window.grads, 1.0, amax=False).nonfinite:
+            assert window.reading is not None
+            window.reading = window.reading._replace(nonfinite=True)
+            window.culprits = culprits(window.params, self.names)
 
     def lacks_norm(self, window: Window) -> bool:
         assert window.look is not None
