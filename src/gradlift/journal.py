@@ -11,6 +11,7 @@ was writing. Fields at their default are left out; inf and NaN, which JSON lacks
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -18,17 +19,18 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ._version import __version__
 from .errors import JournalError, JournalWarning
 from .verdict import Cause, Verdict
 
 SCHEMA = 1
+JOURNAL = "journal.jsonl"  # its name in a run's folder
 NAN = math.nan
 _HEAD = b'{"kind":"header","schema":'
 _FRAMEWORKS = ("torch", "jax", "keras", "tensorflow", "numpy", "mxnet")
@@ -107,10 +109,21 @@ class Run:
         return sum(s.verdict is None for s in self.steps)
 
 
+class Sink(Protocol):
+    """Who else is told of every line: `gradlift.integrations` has some, such as TensorBoard."""
+
+    def header(self, facts: dict[str, Any]) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def sample(self, sample: Sample) -> None: ...
+    def close(self) -> None: ...
+
+
 class Journal:
     """Writes a run to `path`, one line a step. An existing journal is continued.
 
-    `describe` the run before its first line; what is not described is simply not known.
+    `describe` the run before its first line; what is not described is simply not known. `also`
+    tells every line to other sinks; one that fails is dropped with a warning, and training goes on.
 
     >>> import tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "run.jsonl")
@@ -121,8 +134,10 @@ class Journal:
     0.25
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, also: Sequence[Sink] = ()) -> None:
         self.path = Path(path)
+        self._also = list(also)
+        self._process = os.getpid()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_off = self._check_existing()
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
@@ -139,7 +154,7 @@ class Journal:
         if not self.path.exists() or self.path.stat().st_size == 0:
             return False
         with open(self.path, "rb") as file:
-            _check_head(file.readline(), self.path)
+            check_head(file.readline(), self.path)
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
 
@@ -161,20 +176,24 @@ class Journal:
             line["verdict"] = str(step.verdict)
         if "cause" in line:
             line["cause"] = step.cause.name
-        self._write(line)
+        self._write(line, step)
 
     def event(self, what: str, step: int | None = None, **detail: Any) -> None:
         """Records an event, with whatever tells more about it."""
         _check_names(detail, "kind")
-        self._write({"kind": "event", "step": step, "what": what, **detail})
+        line = {"kind": "event", "step": step, "what": what, **detail}
+        self._write(line, Event(step, what, detail))
 
     def sample(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
         """Records statistics by parameter."""
-        self._write({"kind": "sample", "step": step, "parameters": parameters})
+        line = {"kind": "sample", "step": step, "parameters": parameters}
+        self._write(line, Sample(step, parameters))
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._header is not None:
-            header = self._header
+    def _write(self, line: dict[str, Any], told: Step | Event | Sample) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child trains for itself: its steps are not this run's
+        header = self._header
+        if header is not None:
             header["versions"] = {"python": platform.python_version(), "gradlift": __version__} | {
                 name: str(sys.modules[name].__version__)
                 for name in _FRAMEWORKS
@@ -183,10 +202,24 @@ class Journal:
             self._file.write(_line(header))
             self._header = None  # only now: what could not be written is still to be written
         self._file.write(_line(line))
+        if header is not None:
+            self._tell("header", header)
+        self._tell(line["kind"], told)
+
+    def _tell(self, what: str, *told: Any) -> None:
+        for sink in tuple(self._also):
+            try:
+                getattr(sink, what)(*told)
+            except Exception as error:
+                self._also = [other for other in self._also if other is not sink]
+                name, kind = type(sink).__name__, type(error).__name__
+                warnings.warn(f"{name} is told no more of this run: {kind}: {error}", stacklevel=4)
 
     def close(self) -> None:
         """Closes the file. A journal that was never closed is complete all the same."""
         self._file.close()
+        self._tell("close")
+        self._also = []
 
     def __enter__(self) -> Journal:
         return self
@@ -201,7 +234,8 @@ class Journal:
 
 
 def read_journal(path: str | os.PathLike[str]) -> Run:
-    """Reads a run. A file that was cut off gives what is whole, with one warning.
+    """Reads a run, of a journal or of the folder it is in. One that was cut off gives what is
+    whole, with one warning.
 
     Raises JournalError for what is not a journal and for a later schema.
 
@@ -211,6 +245,8 @@ def read_journal(path: str | os.PathLike[str]) -> Run:
     gradlift.errors.JournalError: cannot read nowhere.jsonl: No such file or directory
     """
     path = Path(path)
+    if path.is_dir():
+        path = path / JOURNAL
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -221,15 +257,26 @@ def read_journal(path: str | os.PathLike[str]) -> Run:
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()  # what follows the last line end
-    _check_head(lines[0], path)
+    check_head(lines[0], path)
     run = Run(path=path)
-    damaged = sum(line is None or not _take(line, run) for line in _parsed(lines))
+    damaged = add_lines(lines, run)
     if damaged:
         _warn(
             f"{path}: {damaged} damaged or cut-off line{'s' * (damaged > 1)} left out, "
             f"{len(run.steps)} steps read"
         )
     return run
+
+
+def add_lines(lines: list[bytes], run: Run) -> int:
+    """Adds lines of a journal to `run`; returns how many were damaged, and so left out."""
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here is garbage: looking for some among millions takes a quarter longer
+    try:
+        return sum(line is None or not _take(line, run) for line in _parsed(lines))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _parsed(lines: list[bytes]) -> Iterator[Any]:
@@ -310,7 +357,7 @@ def _number(value: Any) -> float:
     raise TypeError
 
 
-def _check_head(line: bytes, path: Path) -> None:
+def check_head(line: bytes, path: Path) -> None:
     """The file must start like a journal; a header that is cut off counts as one."""
     if not (line.startswith(_HEAD) or (_HEAD.startswith(line) and line)):
         raise JournalError(f"{path} is not a gradlift journal: its first line is no header")

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gradlift import Verdict
+from gradlift.cli._status import Status
+from gradlift.journal import Journal, Step
+
 SCRIPT = Path(sys.executable).parent / "gradlift"
 
 
@@ -47,3 +51,70 @@ def test_unknown_command_is_a_usage_error():
     done = gradlift("fly")
     assert done.returncode == 2
     assert "No such command" in done.stderr
+
+
+LOOKING = [
+    ["report"],
+    ["report", "--text"],
+    ["doctor"],
+    ["find-scale"],
+    ["replay", "--rule", "megatron"],
+    ["watch", "--once"],
+    ["compare"],
+]
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal(tmp_path / "run" / "journal.jsonl") as written:
+        written.describe(rule="dynamic", parameters={"w": 4})
+        for i in range(20):
+            written.step(Step(i, 1024.0, 1024.0, amax=1.0, loss=1.0, norm=0.5, seconds=0.1))
+    return written.path
+
+
+@pytest.mark.parametrize("words", LOOKING)
+def test_every_command_that_looks_at_a_run(words, journal, tmp_path):
+    for run in (journal, journal.parent):
+        runs = [str(run)] * (2 if words == ["compare"] else 1)
+        out = ["-o", str(tmp_path / "page.html")] if words == ["report"] else []
+        done = gradlift(*words, *runs, *out)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert done.stdout
+
+
+@pytest.mark.parametrize("words", LOOKING)
+def test_what_is_no_run_is_one_line_and_status_2(words, tmp_path):
+    other, later = tmp_path / "notes.txt", tmp_path / "later.jsonl"
+    other.write_text("shopping list\n")
+    later.write_text('{"kind":"header","schema":99}\n')
+    cases = {"nowhere": tmp_path / "nowhere", "not a gradlift journal": other, "later": later}
+    for message, run in cases.items():
+        runs = [str(run)] * (2 if words == ["compare"] else 1)
+        done = gradlift(*words, *runs)
+        assert done.returncode == 2, (message, done.stderr)
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [w for w in LOOKING if w[0] != "watch"])
+def test_a_run_that_was_cut_off_is_one_line_of_warning(words, journal, tmp_path):
+    journal.write_bytes(journal.read_bytes()[:-9])
+    runs = [str(journal)] * (2 if words == ["compare"] else 1)
+    out = ["-o", str(tmp_path / "page.html")] if words == ["report"] else []
+    done = gradlift(*words, *runs, *out)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stderr.splitlines()) == {
+        f"gradlift: {journal}: 1 damaged or cut-off line left out, 19 steps read"
+    }
+
+
+def test_the_status_line_says_how_it_goes():
+    status = Status(quiet=True)
+    status.step(Step(0, 2.0**16, 2.0**15, verdict=Verdict.SKIP))
+    status.step(Step(7, 2.0**15, 2.0**15, amax=2.0**12))
+    last = Step(8, 2.0**15, 2.0**15, amax=2.0**10)
+    status.step(last)
+    line = "gradlift: step 8, scale 2^15, 1 skipped, headroom 4.0 bits at worst"
+    assert status.line(last) == line

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import signal
 import subprocess
@@ -235,3 +236,15 @@ def test_numbers_too_large_are_damage(tmp_path):
         file.write('{"kind":"step","step":3,"scale":8.0,"next_scale":8.0,"retries":Infinity}\n')
     with pytest.warns(JournalWarning, match="1 damaged"):
         assert len(read_journal(path).steps) == 3
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_run(tmp_path):
+    with Journal(tmp_path / "run.jsonl") as journal:
+        journal.step(Step(0, 8.0, 8.0))
+        child = os.fork()
+        if child == 0:
+            journal.step(Step(99, 8.0, 8.0))
+            os._exit(0)
+        os.waitpid(child, 0)
+        journal.step(Step(1, 8.0, 8.0))
+    assert [s.step for s in read_journal(tmp_path / "run.jsonl").steps] == [0, 1]

@@ -1,0 +1,90 @@
+"""A run's folder: gradlift-runs/<script>-<time>/ with journal.jsonl, report.html, command.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._version import __version__
+from .errors import GradliftError
+from .journal import JOURNAL
+
+REPORT = "report.html"
+COMMAND = "command.json"
+_WAIT = 20.0  # seconds that other ranks wait to learn where rank 0 records
+
+
+def make(stem: str, runs: Path, name: str | None, command: Sequence[str]) -> Path:
+    """A new folder; a number is added to its name if there is one already.
+
+    >>> import tempfile
+    >>> runs = Path(tempfile.mkdtemp())
+    >>> make("train", runs, "first", ["train.py"]).name, make("train", runs, "first", []).name
+    ('first', 'first-2')
+    """
+    wanted = name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if Path(wanted).name != wanted or wanted in (".", ".."):
+        raise GradliftError(f"the name {wanted!r} is no plain folder name")
+    n, folder = 1, runs / wanted
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        while folder.exists():
+            n += 1
+            folder = runs / f"{wanted}-{n}"
+        folder.mkdir()
+    except OSError as error:
+        raise GradliftError(f"cannot make {folder}: {error.strerror}") from error
+    facts = {
+        "command": list(command),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "directory": os.getcwd(),
+        "versions": {"python": platform.python_version(), "gradlift": __version__},
+        "platform": platform.platform(),
+        "executable": sys.executable,
+    }
+    (folder / COMMAND).write_text(json.dumps(facts, indent=1))
+    return folder
+
+
+def rank() -> int:
+    """Of this process among those that torchrun has started; 0 if there is just one."""
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdigit() else 0
+
+
+def world_size() -> int:
+    told = os.environ.get("WORLD_SIZE", "1")
+    return int(told) if told.isdigit() else 1
+
+
+def share(folder: Path, runs: Path) -> Path:
+    """Rank 0 leaves word where it records, for the other ranks of the same launch."""
+    word = _word(runs)
+    word.write_text(str(folder))
+    return word
+
+
+def shared(runs: Path) -> Path | None:
+    """Where rank 0 records; None if it does not say so in time."""
+    until = time.monotonic() + _WAIT
+    while time.monotonic() < until:
+        try:
+            return Path(_word(runs).read_text())
+        except OSError:
+            time.sleep(0.05)
+    return None
+
+
+def _word(runs: Path) -> Path:
+    launch = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return runs / f".launch-{launch[0]}-{launch[1]}"
+
+
+def journal_of(folder: Path, rank: int) -> Path:
+    """Rank 0 has the journal; others keep a short one beside it, to be compared with it."""
+    return folder / (JOURNAL if rank == 0 else f"rank-{rank}.jsonl")

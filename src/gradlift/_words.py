@@ -1,0 +1,105 @@
+"""Numbers in words: one spelling of a scale, a share, a time for every report and command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+UNKNOWN = "-"
+
+
+def power(scale: float) -> str:
+    """A scale as a power of two, or as it is if it is none.
+
+    >>> power(65536.0), power(0.5), power(1100.0), power(float("nan"))
+    ('2^16', '2^-1', '1100', '-')
+    """
+    if scale != scale:
+        return UNKNOWN
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def percent(share: float) -> str:
+    """A share with as many digits as it deserves; never a zero that is not one.
+
+    >>> percent(0.0), percent(0.00001), percent(0.0123), percent(0.25), percent(1.0)
+    ('0 %', '< 0.01 %', '1.23 %', '25.0 %', '100 %')
+    """
+    if share != share:
+        return UNKNOWN
+    if share in (0, 1):
+        return f"{share:.0%}".replace("%", " %")
+    if share < 0.0001:
+        return "< 0.01 %"
+    if share > 0.9995:
+        return "> 99.9 %"
+    return f"{100 * share:.{1 if share >= 0.1 else 2}f} %"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> duration(0.0000125), duration(0.0432), duration(7.25), duration(200), duration(9000)
+    ('12.5 us', '43.2 ms', '7.25 s', '3 min 20 s', '2 h 30 min')
+    """
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A measured number, short.
+
+    >>> number(3.14159), number(float("nan")), number(float("inf"))
+    ('3.142', '-', 'inf')
+    """
+    return UNKNOWN if value != value else f"{value:.{digits}g}"
+
+
+def bits(value: float) -> str:
+    """A distance on the exponent scale.
+
+    >>> bits(1.16), bits(float("nan"))
+    ('1.2 bits', '-')
+    """
+    return UNKNOWN if value != value else f"{value:.1f} bits"
+
+
+def count(n: int, thing: str, things: str = "") -> str:
+    """So many of a thing.
+
+    >>> count(1, "step"), count(1200000, "step"), count(2, "try", "tries")
+    ('1 step', '1,200,000 steps', '2 tries')
+    """
+    return f"{n:,} {thing if n == 1 else things or thing + 's'}"
+
+
+def counted(causes: Mapping[str, int]) -> str:
+    """What occurred how often, the most frequent first.
+
+    >>> counted({"floor": 1, "overflow": 3})
+    '3 x overflow, 1 x floor'
+    """
+    by_count = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{n:,} x {what}" for what, n in by_count)
+
+
+def where(first: int | None, last: int | None) -> str:
+    """A step, or a range of steps.
+
+    >>> where(7, 7), where(7, 1200), where(None, None)
+    ('7', '7 to 1,200', '-')
+    """
+    if first is None or last is None:
+        return UNKNOWN
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"

@@ -1,0 +1,427 @@
+"""The report: golden text and JSON, a page of any run, long runs made short.
+
+`python tests/core/test_report.py` writes the golden files anew; read the difference.
+"""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradlift import Cause, Journal, Verdict, report
+from gradlift._diagnose import Finding
+from gradlift.cli.compare import compare
+from gradlift.cli.replay import replay
+from gradlift.cli.report import report as report_command
+from gradlift.errors import GradliftError, JournalError, JournalWarning
+from gradlift.formats import BF16, E4M3, E5M2, FP16
+from gradlift.journal import Event, Run, Sample, Step, read_journal
+from gradlift.report import _charts, _html, _json, _text, _thinning
+from gradlift.report._parameters import fate, parameters
+from gradlift.report._totals import totals
+
+GOLDEN = Path(__file__).parent / "golden"
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+SKIP = {"verdict": Verdict.SKIP, "cause": Cause.OVERFLOW, "nonfinite": True}
+
+
+def story():
+    """Forty steps: an overflow, a retry, a NaN loss, a note; two samples."""
+    steps, scale = [], 2.0**16
+    for i in range(40):
+        step = Step(i, scale, scale, 2.0**10, False, 4 - i / 16, 0.5, 1e-3, seconds=0.25)
+        if i == 3:
+            step = step._replace(**SKIP, next_scale=scale / 2, culprits=("head", "body"))
+        elif i == 20:
+            nan = {"cause": Cause.LOSS_NONFINITE, "loss": math.nan}
+            step = step._replace(**SKIP | nan, culprits=("head",))
+        elif i == 30:
+            step = step._replace(retries=1, scale=scale / 2, next_scale=scale / 2)
+        elif i == 35:
+            step = step._replace(amax=65504 / 2)
+        steps.append(step)
+        scale = step.next_scale
+    body = {"elements": 8, "zero": 0.25, "subnormal": 0.25, "near_max": 0.0}
+    head = {"elements": 4, "zero": 0.0, "subnormal": 0.0, "near_max": 0.25}
+    sampled = {
+        "body": {**body, "exponents": {"-30": 2, "-20": 2, "-3": 2}},
+        "head": {**head, "exponents": {"0": 3, "14": 1}},
+    }
+    retry = {"cause": "OVERFLOW", "scale": 2.0**15, "next_scale": 2.0**14}
+    return Run(
+        header={
+            "kind": "header",
+            "schema": 1,
+            "time": "2026-01-02T03:04:05+0000",
+            "versions": {"python": "3.11.7", "gradlift": "0.1.0", "torch": "2.13.0"},
+            "rule": "backoff",
+            "framework": "torch",
+            "formats": ["fp16"],
+            "parameters": {"body": 8, "head": 4, "unused": 2},
+            "command": ["train.py", "--lr", "3e-4"],
+            "world_size": 1,
+        },
+        steps=steps,
+        samples=[Sample(0, sampled), Sample(20, sampled)],
+        events=[
+            Event(3, "skip", {"cause": "OVERFLOW", "scale": 2.0**16, "culprits": ["head (inf)"]}),
+            Event(12, "note", {"text": "evaluation"}),
+            Event(20, "trace", {"module": "body.norm", "kind": "nan", "where": "forward"}),
+            Event(30, "retry", {**retry, "culprits": ["body (inf)"]}),
+            Event(31, "resume", {"time": "2026-01-03T00:00:00+0000"}),
+        ],
+        path=Path("gradlift-runs/story/journal.jsonl"),
+    )
+
+
+FINDINGS = [
+    Finding(
+        "broken",
+        "The forward pass gives NaN",
+        "The loss was NaN at step 20, before it was scaled.",
+        (20,),
+        ("head",),
+        "Look for a division or a log in the loss.",
+        "forward",
+    ),
+    Finding("hint", "FP16 holds half of body", "2 of 8 elements are subnormal.", (), ("body",)),
+]
+
+
+def written():
+    """What the golden files hold."""
+    return {
+        "report.txt": _text.report(story(), FINDINGS),
+        "report.json": json.dumps(_json.report(story(), FINDINGS), indent=2) + "\n",
+    }
+
+
+@pytest.mark.parametrize("name", ["report.txt", "report.json"])
+def test_golden(name):
+    assert written()[name] == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_totals_of_the_story():
+    added = totals(story())
+    assert (added.steps, added.applied, added.skipped, added.retries) == (40, 38, 2, 1)
+    assert added.causes == {"overflow": 1, "loss non-finite": 1}
+    assert (added.first_scale, added.last_scale) == (2.0**16, 2.0**14)
+    assert (added.worst_headroom, added.worst_headroom_step) == (1.0, 35)
+    assert added.flushed == 8 / 24  # of body's 8: two zeros and two at 2^-30, in each sample
+    assert (added.first_loss, added.last_loss) == (4.0, 4 - 39 / 16)
+    assert (added.step_seconds, added.all_seconds) == (0.25, 10.0)
+
+
+def test_parameters_worst_first_and_true_exponents():
+    body, head, unused = parameters(story())
+    assert (body.name, head.name, unused.name) == ("body", "head", "unused")
+    assert body.fate == (0.5, 0.25, 0.0)
+    assert body.scaled == {-30: 4, -20: 4, -3: 4}
+    # The scale was 2^16 at step 0 and 2^15 at step 20.
+    assert body.true == {-46: 2, -45: 2, -36: 2, -35: 2, -19: 2, -18: 2}
+    assert (head.culprit, head.leads, body.culprit, body.leads) == (2, 2, 2, 1)
+    assert unused.elements == 0
+
+
+@pytest.mark.parametrize("format", [FP16, BF16, E5M2, E4M3], ids=str)
+def test_fate_is_what_rounding_does(format):
+    """Three quarters into a binade, where no tie is near, a format's own rounding decides."""
+    for exponent in range(-140, 128):
+        value = 1.75 * 2.0**exponent
+        shares = fate({exponent: 1}, 1, format)
+        assert shares.flushed == format.flushes(value)
+        subnormal = not format.flushes(value) and value < format.smallest_normal
+        assert shares.subnormal == subnormal
+        if exponent != format.max_exponent:  # E4M3's topmost binade is cut off
+            assert shares.overflowed == format.overflows(value)
+
+
+def test_summary_is_short():
+    lines = report.summary(story()).splitlines()
+    assert len(lines) <= 10
+    assert lines[0].split() == ["steps", "40", "38", "applied"]
+    assert "2^16 -> 2^14" in lines[2]
+
+
+def no_number():
+    """Not a single finite number but the scale."""
+    bad = [Step(i, 8.0, 8.0, **SKIP, loss=math.inf, norm=math.nan) for i in range(5)]
+    return Run(steps=bad, samples=[Sample(0, {"w": {"elements": 4, "zero": 0.0, "exponents": {}}})])
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (Run(), "Nothing was recorded"),
+        (Run(samples=[Sample(0, {})]), "Nothing was recorded"),
+        (Run(events=[Event(None, "note", {"a": 1})]), "Nothing was recorded"),
+        (Run(steps=[Step(0, 8.0, 8.0)]), "No gradients were sampled"),
+        (no_number(), "It was not recorded"),
+        (Run(header={"parameters": None, "versions": None}), "Nothing was recorded"),
+    ],
+    ids=["empty", "empty sample", "only an event", "no samples", "no number", "odd header"],
+)
+def test_any_run_has_every_report(run, words):
+    assert words in report.html(run)
+    assert report.text(run)
+    assert report.summary(run)
+    json.dumps(report.as_json(run), allow_nan=False)
+
+
+def test_page_of_the_story():
+    page = _html.report(story(), FINDINGS)
+    for words in (
+        "Training is broken: the forward pass gives NaN. And 1 more finding.",
+        'class="finding broken"',
+        "Look for a division or a log in the loss.",
+        "first nan in the forward pass: the output of body.norm",
+        "a later process went on",
+        "train.py --lr 3e-4",
+        "2.13.0",
+    ):
+        assert words in page
+    assert 'id="thinned"' not in page
+
+
+def data_of(page):
+    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(inside[1])
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+
+
+def hostile_run():
+    shares = {"elements": 4, "zero": 0.5, "exponents": {"-3": 2}}
+    steps = [Step(0, 8.0, 4.0, **SKIP, culprits=(HOSTILE,), key=HOSTILE), Step(1, 4.0, 4.0)]
+    return Run(
+        header={"rule": HOSTILE, "parameters": {HOSTILE: 4}, "versions": {HOSTILE: HOSTILE}},
+        steps=steps,
+        samples=[Sample(0, {HOSTILE: shares})],
+        events=[Event(0, "note", {"text": HOSTILE}), Event(1, HOSTILE, {HOSTILE: HOSTILE})],
+        path=Path("'\"<b>.jsonl"),
+    )
+
+
+def test_no_name_becomes_markup():
+    finding = Finding("hint", HOSTILE, HOSTILE, (0,), (HOSTILE,), HOSTILE)
+    page = _html.report(hostile_run(), [finding])
+    tags = Tags()
+    tags.feed(page)
+    assert [tag for tag, _ in tags.seen].count("script") == 3
+    assert not [tag for tag, _ in tags.seen if tag in ("img", "b", "iframe", "link", "object")]
+    assert not [a for _, attributes in tags.seen for a in attributes if a.startswith("on")]
+    data = data_of(page)
+    assert data["heat"]["names"] == [HOSTILE]
+    assert data["marks"]["culprit"] == [HOSTILE]
+    report.text(hostile_run())
+
+
+def test_page_asks_for_nothing():
+    tags = Tags()
+    tags.feed(report.html(story()))
+    assert not [a for _, attributes in tags.seen for a in attributes if a in ("src", "href")]
+    policy = next(a["content"] for t, a in tags.seen if t == "meta" and "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
+    assert "connect-src" not in policy
+
+
+def test_each_loss_has_its_line():
+    steps = [Step(i, 8.0, 8.0, key=key) for i in range(3) for key in ("generator", "critic")]
+    data = data_of(report.html(Run(steps=steps)))
+    assert [line["key"] for line in data["lines"]] == ["generator", "critic"]
+    assert [line["step"] for line in data["lines"]] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_resumed_run_is_cut_where_it_starts_again():
+    steps = [Step(i, 8.0, 8.0) for i in (0, 1, 2, 1, 2, 3)]
+    assert data_of(report.html(Run(steps=steps)))["lines"][0]["later"] == [3]
+
+
+numbers = st.integers(-50, 50).map(float) | st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+@given(
+    st.lists(st.tuples(numbers, numbers), min_size=1, max_size=150),
+    st.sets(st.integers(0, 149), max_size=20),
+    st.integers(1, 8),
+)
+def test_thinning_keeps_extremes_ends_and_what_it_is_told(points, keep, buckets):
+    n, series = len(points), list(zip(*points, strict=True))
+    keep = {i for i in keep if i < n}
+    chosen = _thinning.thin(series, keep, buckets)
+    assert chosen == sorted(set(chosen))
+    assert keep <= set(chosen)
+    assert {0, n - 1} <= set(chosen)
+    assert len(chosen) <= max(6 * buckets, len(keep) + 6 * buckets)
+    for bucket in range(buckets):
+        start, stop = bucket * n // buckets, (bucket + 1) * n // buckets
+        inside = [i for i in chosen if start <= i < stop]
+        for values in series:
+            before = [v for v in values[start:stop] if math.isfinite(v)]
+            after = [values[i] for i in inside if math.isfinite(values[i])]
+            if before:
+                assert (min(after), max(after)) == (min(before), max(before))
+
+
+outcomes = st.sampled_from(
+    [
+        (Verdict.APPLY, Cause.NONE),
+        (Verdict.SKIP, Cause.OVERFLOW),
+        (Verdict.SKIP, Cause.FLOOR),
+        (Verdict.HALT, Cause.LOSS_NONFINITE),
+    ]
+)
+
+
+@given(st.lists(st.tuples(outcomes, st.sampled_from([1.0, 2.0])), max_size=120), st.integers(1, 20))
+def test_every_bad_step_lies_in_a_mark(story, most):
+    steps = [
+        Step(i, scale, scale, verdict=verdict, cause=cause)
+        for i, ((verdict, cause), scale) in enumerate(story)
+    ]
+    marks = _thinning.marks(Run(steps=steps), most)
+    bad = [s for s in steps if s.verdict is not Verdict.APPLY]
+    assert sum(mark.times for mark in marks) == len(bad)
+    assert len(marks) <= most + 3  # one more for each kind
+    for step in bad:
+        mine = [m for m in marks if m.first <= step.step <= m.last and m.cause == str(step.cause)]
+        assert mine
+
+
+def test_marks_tell_retries_and_events_without_a_step():
+    retry = {"cause": "OVERFLOW", "scale": 8.0, "next_scale": 4.0, "culprits": ["w (inf)", "v"]}
+    run = Run(
+        steps=[Step(0, 4.0, 4.0, retries=1), Step(1, 4.0, 2.0, **SKIP)],
+        events=[
+            Event(0, "retry", retry),
+            Event(1, "skip", {"cause": "OVERFLOW", "scale": 4.0}),  # step 1 tells it already
+            Event(2, "halt", {"cause": "FLOOR", "scale": 2.0}),
+        ],
+    )
+    found = [(m.first, m.what, m.cause, m.culprit, m.others) for m in _thinning.marks(run)]
+    assert found == [
+        (0, "retry", "overflow", "w", 1),
+        (1, "skip", "overflow", "", 0),
+        (2, "halt", "floor", "", 0),
+    ]
+
+
+def long_run(steps=100_000, every=500, names=300):
+    """Seven overflows among so many steps, one wild loss, samples of many parameters."""
+    bad = {steps * k // 7 + 13 for k in range(7)}
+    made = [
+        Step(i, 2.0**15, 2.0**15, amax=1.0 + i % 97, loss=2 + i % 89 / 89, norm=1 + i % 83)
+        for i in range(steps)
+    ]
+    for i in bad:
+        made[i] = made[i]._replace(**SKIP)
+    made[777] = made[777]._replace(loss=1e6)
+    shares = {"elements": 1000, "zero": 0.01, "exponents": {str(e): 33 for e in range(-20, 10)}}
+    sample = {f"layers.{k}.weight": shares for k in range(names)}
+    return Run(steps=made, samples=[Sample(i, sample) for i in range(0, steps, every)]), bad
+
+
+def test_a_long_run_gives_a_small_page_that_says_so():
+    run, bad = long_run()
+    page = report.html(run)
+    without = len(report.html(Run()))
+    assert len(page) - without < 2_500_000
+    assert "This page was thinned. Its curves show" in page
+    assert "The heatmap shows 120 of 200 samples" in page
+    data = data_of(page)
+    assert data["marks"]["first"] == sorted(bad)
+    (line,) = data["lines"]
+    assert len(line["step"]) < 12_000
+    assert bad <= set(line["step"])
+    assert max(v for v in line["loss"] if v is not None) == 1e6
+
+
+def test_the_heatmap_keeps_the_models_order():
+    heat = _charts.chart_data(story(), parameters(story()), [])["heat"]
+    assert heat["names"] == ["body", "head"]
+    assert heat["median"] == [[-20, -20], [0, 0]]
+    assert (heat["low"][0], heat["high"][0], heat["zero"][0]) == ([-30, -30], [-3, -3], [25, 25])
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    with Journal(tmp_path / "run" / "journal.jsonl") as journal:
+        journal.describe(rule="static:2^10", parameters={"w": 4})
+        for i in range(20):
+            journal.step(Step(i, 2.0**10, 2.0**10, amax=2.0, loss=1.0, seconds=0.5))
+    return tmp_path / "run"
+
+
+def invoke(command, *arguments):
+    return CliRunner().invoke(command, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def test_report_command(recorded, tmp_path):
+    done = invoke(report_command, recorded)
+    assert done.output == f"report: {recorded / 'report.html'}\n"
+    assert (recorded / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert invoke(report_command, recorded, "--text").output == report.text(read_journal(recorded))
+    made = json.loads(invoke(report_command, recorded, "--json").output)
+    assert made["totals"]["steps"] == 20
+    target = tmp_path / "made.txt"
+    invoke(report_command, recorded / "journal.jsonl", "--text", "-o", target)
+    assert target.read_text(encoding="utf-8") == report.text(read_journal(recorded))
+
+
+def test_report_command_on_bad_input(recorded, tmp_path):
+    with pytest.raises(JournalError, match="No such file"):
+        invoke(report_command, tmp_path / "nowhere")
+    with pytest.raises(GradliftError, match="cannot write"):
+        invoke(report_command, recorded, "-o", tmp_path / "no" / "folder" / "x.html")
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.warns(JournalWarning, match="without a single line"):
+        invoke(report_command, empty)
+    assert "Nothing was recorded" in (tmp_path / "empty.html").read_text(encoding="utf-8")
+
+
+def test_compare_command(recorded, tmp_path):
+    other = tmp_path / "other.jsonl"
+    with Journal(other) as journal:
+        journal.step(Step(0, 2.0**16, 2.0**15, **SKIP))
+    rows = [line.split() for line in invoke(compare, recorded, other).output.splitlines()]
+    assert ["run", "other.jsonl"] in rows
+    for row in (
+        ["steps", "20", "1"],
+        ["skipped", "0", "1"],
+        ["last", "scale", "2^10", "2^15"],
+        ["last", "loss", "1", "-"],
+        ["step", "time", "500", "ms", "-"],
+    ):
+        assert row in rows
+    assert "two runs or more" in invoke(compare, recorded).output
+
+
+def test_replay_command(recorded):
+    done = invoke(replay, recorded, "--rule", "static:2^20").output
+    rows = [line.split() for line in done.splitlines()]
+    assert ["skipped", "0", "0"] in rows
+    assert ["first", "scale", "2^10", "2^20"] in rows
+    assert "They part at step 0." in done
+    assert "the same at every step" in invoke(replay, recorded, "--rule", "static:2^10").output
+    rows = [r.split() for r in invoke(replay, recorded, "--rule", "static:2^30").output.split("\n")]
+    assert ["skipped", "0", "20"] in rows
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name, content in written().items():
+        (GOLDEN / name).write_text(content, encoding="utf-8")
