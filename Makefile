@@ -15,12 +15,12 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process.
-SUITES := core numpy torch jax keras-jax keras-torch
+SUITES := core numpy torch jax keras-jax keras-torch integrations browser
 
 .PHONY: run test lint bench docs clean always
 
 run: $(VENV)/.run
-	@$(BIN)/python examples/torch_gpt_gradlift.py
+	@$(BIN)/gradlift run examples/torch_gpt.py
 
 test: $(SUITES:%=test-%)
 
@@ -39,7 +39,9 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/report.py
 	@$(BIN)/python benchmarks/torch_step.py
+	@$(BIN)/python benchmarks/torch_masters.py
 	@$(BIN)/python benchmarks/torch_overhead.py
 
 docs: $(VENV)/.test

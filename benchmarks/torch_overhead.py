@@ -4,7 +4,8 @@ python benchmarks/torch_overhead.py [--steps 20]
 
 The scaler's own time (scale, inspect, clip, advance, journal line) is measured on the gradients of
 the example's GPT with a fused optimizer whose step does nothing, and divided by the median time of
-the whole float16 step (forward, backward, clip, AdamW). Then the same time over more tensors, more
+the whole float16 step (forward, backward, clip, AdamW). What `gradlift run` and `gradlift profile`
+add is the mean over whole sampling intervals. Then the scaler's time over more tensors, more
 elements and more steps.
 """
 
@@ -25,12 +26,14 @@ from rich.table import Table
 
 from gradlift import Journal
 from gradlift.torch import GradScaler
+from gradlift.torch._profile import Watcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import torch_gpt
 
 torch_gpt.WIDTH = 256  # 3.2M parameters
 NEVER = 1e9
+RUN_EVERY, PROFILE_EVERY = 50, 20  # the commands' defaults
 
 
 class Idle(torch.optim.SGD):
@@ -85,6 +88,34 @@ def own_time(
     return median_ms(work, rounds)
 
 
+def recording(params: list[torch.nn.Parameter], model: torch.nn.Module, folder: Path) -> dict:
+    """Milliseconds a step that recording adds, sampled as by default, over whole intervals."""
+    optimizer, loss = Idle(params, lr=1e-4), torch.tensor(1.0)
+
+    def mean_ms(steps: int, scaler: GradScaler) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            scaler.scale(loss)
+            scaler.step(optimizer, max_norm=NEVER)
+            scaler.update()
+        return (time.perf_counter() - start) / steps * 1e3
+
+    def scaler(**more: object) -> GradScaler:
+        return GradScaler("cpu", init_scale=1.0, names=model, **more)
+
+    recorded = scaler(journal=Journal(folder / "recorded.jsonl"), sample_every=RUN_EVERY)
+    added = mean_ms(4 * RUN_EVERY, recorded) - mean_ms(4 * RUN_EVERY, scaler())
+    watcher = Watcher(Journal(folder / "profiled.jsonl"), PROFILE_EVERY)
+    start = time.perf_counter()
+    for _ in range(4 * PROFILE_EVERY):
+        watcher.before_step(optimizer, (), {})
+    profiled = (time.perf_counter() - start) / (4 * PROFILE_EVERY) * 1e3
+    return {
+        f"gradlift run adds (--every {RUN_EVERY})": (added, "1 %"),
+        f"gradlift profile adds (--every {PROFILE_EVERY})": (profiled, "5 %"),
+    }
+
+
 def filled(tensors: int, size: int) -> list[torch.nn.Parameter]:
     params = [torch.nn.Parameter(torch.zeros(size)) for _ in range(tensors)]
     for p in params:
@@ -119,6 +150,8 @@ def main() -> None:
         for name, make in makes.items():
             own = own_time(params, 10 * steps, make)
             goal = "" if name.startswith("torch") else "0.5 %"
+            table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
+        for name, (own, goal) in recording(params, model, Path(folder)).items():
             table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
     console.print(table)
 

@@ -5,6 +5,7 @@ framework.
 """
 
 from . import formats, rules
+from ._diagnose import diagnose
 from ._replay import replay
 from ._version import __version__
 from .errors import GradliftError
@@ -22,6 +23,7 @@ __all__ = [
     "Journal",
     "read_journal",
     "replay",
+    "diagnose",
     "GradliftError",
     "__version__",
 ]

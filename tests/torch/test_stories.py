@@ -555,7 +555,7 @@ def test_float16_parameters_are_refused_by_name_with_the_remedy():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(MisuseError, match=r"1\.weight and 1 more are float16.*master copies"):
+    with pytest.raises(MisuseError, match=r"1\.weight and 1 more are float16.*MasterWeights\(SGD"):
         GradScaler("cpu").step(optimizer)
     GradScaler("cpu", allow_fp16_params=True, init_scale=1.0).step(optimizer)
     assert model[1].bias.dtype is torch.float16
@@ -799,4 +799,19 @@ def test_recording_changes_no_bit_and_the_run_replays(tmp_path, device_path):
 
 
 def test_public_names():
-    assert gradlift.torch.__all__ == ["GradScaler"]
+    assert gradlift.torch.__all__ == ["GradScaler", "MasterWeights", "half_model"]
+
+
+def test_samples_are_of_the_gradients_as_scaled_even_if_unscaled_by_hand(tmp_path):
+    w = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    with Journal(tmp_path / "run.jsonl") as journal:
+        scaler = GradScaler("cpu", init_scale=2.0**10, journal=journal, sample_every=1)
+        scaler.scale((w * 2.0).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([w], 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+    (sample,) = read_journal(tmp_path / "run.jsonl").samples
+    (shares,) = sample.parameters.values()
+    assert shares["exponents"] == {"11": 4}

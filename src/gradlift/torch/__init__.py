@@ -1,5 +1,7 @@
 """PyTorch: `GradScaler`, a drop-in for `torch.amp.GradScaler` that tells what happened.
 
+`MasterWeights` steps 16-bit weights in float32; `half_model` makes a model of such weights.
+
 >>> import torch
 >>> from gradlift.torch import GradScaler
 >>> model = torch.nn.Linear(4, 1)
@@ -10,6 +12,8 @@
 True
 """
 
+from ._half import half_model
+from ._masters import MasterWeights
 from ._scaler import GradScaler
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "MasterWeights", "half_model"]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MisuseError
+from ._gradients import multiply
+from ._masters import MasterWeights
 
 _REFUSED = {
     "CPUOffloadOptimizer": "it steps while backward is still running, before anyone could check",
@@ -45,41 +47,45 @@ def is_fused(optimizer: Any) -> bool:
 def must_know(optimizer: Any) -> bool:
     """Fused SGD leaves its momentum uninitialised if its very first step is skipped on a device:
     before that one step the verdict has to be read."""
+    inner = optimizer._inner if isinstance(optimizer, MasterWeights) else optimizer
     return (
-        isinstance(optimizer, torch.optim.SGD)
-        and not optimizer.state
+        isinstance(inner, torch.optim.SGD)
+        and not inner.state
         and any(group["momentum"] for group in optimizer.param_groups)
     )
 
 
-def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) -> None:
-    """grads *= factor, in place, in one pass a device; what cannot be written is replaced."""
-    if not grads or (isinstance(factor, float) and factor == 1.0):
-        return
-    with torch.no_grad():
-        for i, (p, g) in enumerate(zip(params, grads)):
-            if 0 in g.stride() and g.numel() > 1:  # expanded: many elements, one place in memory
-                p.grad = grads[i] = g.clone(memory_format=torch.contiguous_format)
-        if not isinstance(factor, Tensor):
-            torch._foreach_mul_(grads, factor)
-            return
-        for device in dict.fromkeys(g.device for g in grads):
-            here = [g for g in grads if g.device == device]
-            torch._foreach_mul_(here, factor.to(device, non_blocking=True))
+def take_in(window: Any, factor: float | Tensor) -> None:
+    """A window's gradients *= factor, now; 16-bit ones that have masters in float32."""
+    if isinstance(window.optimizer, MasterWeights):
+        window.grads = window.optimizer._hold(factor)
+    else:
+        multiply(window.params, window.grads, factor)
 
 
 def folded_step(
-    optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
+    optimizer: Any,
+    grad_scale: float | Tensor,
+    found_inf: Tensor | None,
+    *args: Any,
+    just_read: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """A fused step that divides by `grad_scale` and does nothing where `found_inf` is 1."""
+    if just_read and isinstance(optimizer, MasterWeights):
+        optimizer._just_taken = not optimizer._has_hooks()  # nobody can have changed a gradient
     theirs = getattr(optimizer, "grad_scale", None)
-    if grad_scale is not None:
+    if isinstance(grad_scale, Tensor) or grad_scale != 1:
+        if not isinstance(grad_scale, Tensor) and not isinstance(optimizer, MasterWeights):
+            grad_scale = torch.tensor(grad_scale, dtype=torch.float32)
         optimizer.grad_scale = grad_scale if theirs is None else grad_scale * theirs
     if found_inf is not None:
         optimizer.found_inf = found_inf
     try:
         return optimizer.step(*args, **kwargs)
     finally:
+        if just_read and isinstance(optimizer, MasterWeights):
+            optimizer._just_taken = False
         for name in ("grad_scale", "found_inf"):
             if name in vars(optimizer):
                 delattr(optimizer, name)

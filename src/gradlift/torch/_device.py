@@ -17,8 +17,10 @@ from ..reading import Reading
 from ..rules import ScaleState
 from ..verdict import Cause, LaterResult, StepResult, Verdict, decide
 from ._agree import agree
-from ._apply import folded_step, is_fused, multiply, must_know
+from ._apply import folded_step, is_fused, must_know
+from ._gradients import multiply
 from ._inspect import device_look, not_finite
+from ._masters import MasterWeights
 from ._names import culprits_by_peak
 from ._track import Facts, Track, Window
 
@@ -40,8 +42,14 @@ class _Copy:
         return slice(start, len(self.scalars))
 
     def _packed(self) -> Tensor:
+        # A number is filled in on the device: copying it there would wait for the device.
         return torch.stack(
-            [torch.as_tensor(x, device=self.device).reshape(()).float() for x in self.scalars]
+            [
+                x.to(self.device, non_blocking=True).reshape(()).float()
+                if isinstance(x, Tensor)
+                else torch.full((), float(x), device=self.device)
+                for x in self.scalars
+            ]
         )
 
     def start(self) -> None:
@@ -130,6 +138,12 @@ class DeviceTrack(Track):
             found = device_look(grads, torch.ones_like(self.tensors.scale), norm=False).nonfinite
             self.flags[-1] = self.flags[-1].logical_or(found)
 
+    def found(self, optimizer: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        params, grads, elements = super().found(optimizer)
+        if isinstance(optimizer, MasterWeights):  # one peak a parameter, so that it can be named
+            elements = grads
+        return params, grads, elements
+
     def read(self, window: Window, norm: bool) -> None:
         if not window.grads:
             gone = bool(self.left_out)
@@ -215,6 +229,8 @@ class DeviceTrack(Track):
         factor = coefficient if window.unscaled else self.inverse() * coefficient
         if "grad_scaler" in kwargs:  # takes the scale out by itself
             factor = coefficient
+        if isinstance(window.optimizer, MasterWeights):
+            return folded_step(window.optimizer, 1 / factor, None, *args, **kwargs)
         multiply(window.params, window.grads, factor)
         return window.optimizer.step(*args, **kwargs)
 

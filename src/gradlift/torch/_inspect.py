@@ -105,6 +105,7 @@ def _pieces(grads: list[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tenso
     """
     small: list[Tensor] = []
     held = 0
+    room: Tensor | None = None  # for 16-bit pieces, each in float32 until the next one comes
     for g in grads:
         n = g.numel()
         if n == 0:
@@ -118,8 +119,10 @@ def _pieces(grads: list[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tenso
             continue
         v = flat(g)
         if v.dtype in (torch.float16, torch.bfloat16):
-            for part in v.split(_CACHED):
-                yield part.float(), [part]
+            if room is None:
+                room = torch.empty(_CACHED)
+            for part in v.split(_CACHED) if n > _CACHED else (v,):
+                yield room[: part.numel()].copy_(part), [part]
         elif n <= size:
             yield v, [v]
         else:
@@ -214,12 +217,14 @@ def kind_of(g: Tensor) -> str:
     return "inf" if torch.isinf(g).any() else ""
 
 
-def collect(optimizer: Any, allow_fp16_params: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of an optimizer that have a gradient, and those gradients' elements.
+def collect(
+    optimizer: Any, allow_fp16_params: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The parameters of an optimizer that have a gradient, `.grad` of each, and its elements.
 
     Sparse gradients are coalesced (duplicates added up) before anybody looks at them.
     """
-    params, grads = [], []
+    params, grads, elements = [], [], []
     for group in optimizer.param_groups:
         for p in group["params"]:
             g = p.grad
@@ -227,13 +232,12 @@ def collect(optimizer: Any, allow_fp16_params: bool) -> tuple[list[Tensor], list
                 continue
             if g.is_complex() or (p.dtype is torch.float16 and not allow_fp16_params):
                 _refuse(p, optimizer)
-            if g.is_sparse:
-                if not g.is_coalesced():
-                    p.grad = g = g.coalesce()
-                g = g._values()
+            if g.is_sparse and not g.is_coalesced():
+                p.grad = g = g.coalesce()
             params.append(p)
             grads.append(g)
-    return params, grads
+            elements.append(g._values() if g.is_sparse else g)
+    return params, grads, elements
 
 
 def _refuse(p: Tensor, optimizer: Any) -> None:
@@ -251,8 +255,9 @@ def _refuse(p: Tensor, optimizer: Any) -> None:
         if more
         else (f"{name_of(p)} is a float16 parameter")
     )
+    kind = type(optimizer).__name__
     raise MisuseError(
         f"{who}. Updates smaller than their last bit would be lost, and fused optimizers are wrong "
-        "on them. Keep the model in float32 and use torch.autocast, or let the optimizer hold "
-        "float32 master copies; allow_fp16_params=True goes on regardless"
+        f"on them. Let gradlift.torch.MasterWeights({kind}, ...) keep float32 masters, or keep the "
+        "model in float32 and use torch.autocast; allow_fp16_params=True goes on regardless"
     )

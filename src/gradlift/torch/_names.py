@@ -45,6 +45,21 @@ def name_of(p: Tensor, names: Mapping[int, str] | None = None) -> str:
     return name or f"a parameter of shape {tuple(p.shape)}"
 
 
+def name_apart(params: list[Tensor], names: dict[int, str], taken: dict[str, int]) -> None:
+    """Puts a name for each parameter into `names`; those of two models with equal names differ.
+
+    `taken` remembers which parameter has which name.
+    """
+    names.update({**found(), **names})
+    for i, p in enumerate(params):
+        name = names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}")
+        again, n = name, 1
+        while taken.setdefault(again, id(p)) != id(p):
+            n += 1
+            again = f"{name} [{n}]"
+        names[id(p)] = again
+
+
 def culprits(params: Iterable[Tensor], names: dict[int, str]) -> tuple[Culprit, ...]:
     """The parameters with non-finite gradients, in reverse order: backward reached them first."""
     bad = [(p, kind_of(p.grad)) for p in params if p.grad is not None]

@@ -13,9 +13,10 @@ from ..errors import TrainingHalted
 from ..journal import Event, Journal, Step
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
-from ._names import found, name_of
+from ._inspect import dense
+from ._names import name_apart, name_of
 from ._statistics import statistics
-from ._track import Facts, Track, Window
+from ._track import HALF_LOSS, Facts, Track, Window
 
 _LAST_EVENTS = 64
 
@@ -47,7 +48,9 @@ class Report:
         self.names, self.on_event, self.sample_every = names, on_event, sample_every
         self.events: deque[Event] = deque(maxlen=_LAST_EVENTS)
         self.due: list[Told] = []
-        self._described = False
+        self._described = self._half_told = False
+        self._named: set[int] = set()  # optimizers
+        self._taken: dict[str, int] = {}  # name -> id of the parameter that has it
         self._since = time.perf_counter()
 
     @property
@@ -56,22 +59,24 @@ class Report:
         return bool(self.journal or self.on_event or self.limits != Limits())
 
     def begin(self, track: Track, window: Window) -> None:
-        """Before a step: the run is described once, its gradients every `sample_every` steps."""
+        """Before a step, or before its gradients lose their scale: the run is described once, its
+        gradients every `sample_every` steps."""
         if not self.journal or not window.grads:
             return
+        if id(window.optimizer) not in self._named:
+            self._named.add(id(window.optimizer))
+            name_apart(window.params, self.names, self._taken)
         if not self._described:
             self._described = True
-            self.names.update({**found(), **self.names})
-            for i, p in enumerate(window.params):
-                self.names.setdefault(id(p), f"parameter {i} of shape {tuple(p.shape)}")
             self.journal.describe(
                 rule=str(self.rule),
                 framework="torch",
                 formats=["fp16"],
                 parameters={name_of(p, self.names): p.numel() for p in window.params},
             )
-        if self.sample_every and track.steps % self.sample_every == 0:
-            shares = statistics(window.params, window.grads, self.names)
+        if self.sample_every and track.steps % self.sample_every == 0 and not window.sampled:
+            window.sampled = True
+            shares = statistics(window.params, [dense(g) for g in window.held], self.names)
             self.journal.sample(track.steps, shares)
 
     def later(self, told: Told) -> None:
@@ -92,6 +97,9 @@ class Report:
         if bad:
             self.event(told.key, told.step, shown, told.facts().next_scale)
             self._warn_at_floor(shown)
+        if HALF_LOSS in shown.notes and self.journal and not self._half_told:
+            self._half_told = True
+            self.journal.event("note", told.step, text=HALF_LOSS)
         if self.journal:
             self._record(self.journal, told, shown)
         before = getattr(shown, "before", None)

@@ -11,9 +11,12 @@ from torch import Tensor
 
 
 class Replay:
-    """Remembers what a forward and backward pass may change besides the optimizer's gradients."""
+    """Remembers what a forward and backward pass may change besides the optimizer's gradients.
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
+    Without an optimizer: what a forward pass may change.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None) -> None:
         self.random = random.getstate()
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self.torch = torch.get_rng_state()
@@ -26,11 +29,11 @@ class Replay:
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [p for m in modules for p in m.parameters() if id(p) not in stepped]
-        self.grads: list[tuple[Tensor, Tensor | None]] = [
-            (p, None if p.grad is None else p.grad.detach().clone()) for p in others
-        ]
+        self.grads: list[tuple[Tensor, Tensor | None]] = []
+        if optimizer is not None:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            others = [p for m in modules for p in m.parameters() if id(p) not in stepped]
+            self.grads = [(p, None if p.grad is None else p.grad.detach().clone()) for p in others]
 
     def restore(self) -> None:
         random.setstate(self.random)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..errors import MisuseError, SettingsError
 from ..verdict import Cause, StepResult, Verdict
 from ._accumulate import DropBad
-from ._apply import Snapshot, is_fused, multiply, refuse
+from ._apply import Snapshot, is_fused, refuse, take_in
 from ._device import DeviceTrack
 from ._drop_in import DropIn, with_scale_allowed
 from ._report import Told, learning_rate
@@ -96,6 +97,16 @@ step in `update()`) |
                 del track.windows[id(optimizer)]
             raise
 
+    def _clipped(
+        self, optimizer: Any, key: str | None, max_norm: float | None
+    ) -> tuple[Track, Window]:
+        if max_norm is None:
+            return self._inspected(optimizer, key, "step()")
+        _checked(max_norm)
+        track, window = self._inspected(optimizer, key, "step()", norm=True)
+        track.clip(window, max_norm)
+        return track, window
+
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
         """Takes the scale out of the gradients, so that they can be looked at or clipped by hand.
 
@@ -103,6 +114,7 @@ step in `update()`) |
         """
         if self._active:
             track, window = self._inspected(optimizer, key, "unscale_()")
+            self._report.begin(track, window)  # samples are of the gradients as scaled
             track.unscale(window)
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, key: str | None = None) -> Tensor:
@@ -117,11 +129,10 @@ step in `update()`) |
         >>> scaler.clip_grad_norm_(optimizer, 1.0)
         tensor(5.)
         """
-        if not max_norm > 0:
-            raise SettingsError(f"max_norm is {max_norm!r}, expected a number above 0")
         if not self._active:
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm)
+            return torch.nn.utils.clip_grad_norm_(params, _checked(max_norm))
+        _checked(max_norm)
         track, window = self._inspected(optimizer, key, "clip_grad_norm_()", norm=True)
         return track.clip(window, max_norm)
 
@@ -144,14 +155,14 @@ step in `update()`) |
         closure = kwargs.get("closure") or (args[0] if args and callable(args[0]) else None)
         if closure is not None and self._active:
             return self._closure_step(optimizer, closure, max_norm, key)
-        if max_norm is not None:
-            self.clip_grad_norm_(optimizer, max_norm, key=key)
         if not self._active:
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm)
             self.result = StepResult(Verdict.APPLY, Cause.NONE, 1.0)
             return optimizer.step(*args, **kwargs)
-        if "grad_scaler" in _step_arguments(optimizer):
+        if _takes_scaler(optimizer):
             kwargs["grad_scaler"] = self
-        track, window = self._inspected(optimizer, key, "step()")
+        track, window = self._clipped(optimizer, key, max_norm)
         if self._skip == "all":
             window.deferred = (args, kwargs)
             return None
@@ -198,7 +209,7 @@ step in `update()`) |
                 raise _Overflow
             if max_norm is not None:
                 track.clip(window, max_norm)
-            multiply(window.params, window.grads, window.coefficient * track.inverse())
+            take_in(window, window.coefficient * track.inverse())
             return loss
 
         value = None
@@ -272,6 +283,7 @@ step in `update()`) |
         reading = track.combined()
         for window in track.windows.values():
             if window.deferred and not window.stepped:
+                window.just_read = False
                 self._finish(track, window, reading, window.deferred)
         return reading
 
@@ -310,9 +322,7 @@ step in `update()`) |
             if kept is None:
                 self.step(optimizer, max_norm=max_norm, key=key)
                 break
-            if max_norm is not None:
-                self.clip_grad_norm_(optimizer, max_norm, key=key)
-            track, window = self._inspected(optimizer, key, "step()")
+            track, window = self._clipped(optimizer, key, max_norm)
             self._finish(track, window, window.reading, ((), {}), retries - tries, tries)
             if window.verdict is not Verdict.RETRY:
                 break
@@ -367,6 +377,12 @@ class _Overflow(Exception):
     """Leaves an optimizer's line search."""
 
 
+def _checked(max_norm: float) -> float:
+    if not max_norm > 0:
+        raise SettingsError(f"max_norm is {max_norm!r}, expected a number above 0")
+    return max_norm
+
+
 def _home(optimizer: Any) -> torch.device | None:
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -378,5 +394,10 @@ def _is_bad(reading: Any) -> bool:
     return reading is not None and bool(reading.nonfinite or reading.loss_nonfinite)
 
 
-def _step_arguments(optimizer: Any) -> Iterable[str]:
-    return inspect.signature(optimizer.step).parameters if is_fused(optimizer) else ()
+def _takes_scaler(optimizer: Any) -> bool:
+    return is_fused(optimizer) and "grad_scaler" in _arguments(type(optimizer).step)
+
+
+@functools.cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,17 +20,19 @@ def describe(gradient: Tensor, format: Format = FP16) -> dict[str, Any]:
     >>> shares["zero"], shares["subnormal"], shares["near_max"], shares["exponents"]
     (0.25, 0.25, 0.25, {-20: 1, 0: 1, 15: 1})
     """
-    g = gradient.detach().float().abs()
+    g = gradient.detach().float().abs().flatten()
     n = max(1, g.numel())
-    exponents = (g.view(torch.int32) >> 23) - 127  # of |g|, so the sign bit is clear
-    usual = exponents[(exponents > -127) & (exponents < 128)]
-    values, counts = torch.unique(usual, return_counts=True)
+    fields = torch.bincount(g.view(torch.int32) >> 23, minlength=256).tolist()  # sign bit is clear
+    counts = {field - 127: c for field, c in enumerate(fields) if c and 0 < field < 255}
+    zero = int((g == 0).sum())
+    smallest = round(math.log2(format.smallest_normal))
+    below = fields[0] - zero + sum(c for e, c in counts.items() if e < smallest)
     return {
         "elements": g.numel(),
-        "zero": int((g == 0).sum()) / n,
-        "subnormal": int(((g > 0) & (g < format.smallest_normal)).sum()) / n,
+        "zero": zero / n,
+        "subnormal": below / n,
         "near_max": int((g > format.max / 8).sum()) / n,
-        "exponents": dict(zip(values.tolist(), counts.tolist(), strict=True)),
+        "exponents": counts,
     }
 
 

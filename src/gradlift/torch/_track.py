@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from ..reading import Reading
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
 from ._agree import agree, alone
-from ._apply import folded_step, is_fused, multiply
+from ._apply import folded_step, is_fused, take_in
+from ._gradients import multiply
 from ._inspect import Look, collect, look
+from ._masters import MasterWeights
 from ._names import culprits
 
 HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
@@ -31,7 +34,7 @@ class Window:
 
     optimizer: Any
     params: list[Tensor] = field(default_factory=list)
-    held: list[Tensor | None] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
     """`.grad` of each parameter when it was looked at."""
     grads: list[Tensor] = field(default_factory=list)
     look: Look | None = None
@@ -39,6 +42,9 @@ class Window:
     culprits: tuple[Culprit, ...] = ()
     calls: int = -1
     """How many losses had been scaled when the gradients were looked at."""
+    just_read: bool = False
+    """They were looked at in the call that is still running."""
+    sampled: bool = False
     unscaled: bool = False
     coefficient: Any = 1.0
     """The clip coefficient that `step` has still to apply."""
@@ -74,13 +80,13 @@ class Track:
         limits: Limits,
         key: str | None = None,
         group: Any = None,
-        names: Mapping[int, str] | None = None,
+        names: dict[int, str] | None = None,
         allow_fp16_params: bool = False,
         want_amax: bool = False,
         want_norm: bool = False,
     ) -> None:
         self.rule, self.limits, self.group, self.key = rule, limits, group, key
-        self.names = dict(names or {})
+        self.names = {} if names is None else names  # shared: the report may find better ones
         self.allow_fp16_params = allow_fp16_params
         self.want_amax, self.want_norm = want_amax, want_norm
         self.state = rule.init()
@@ -180,6 +186,7 @@ class Track:
 
     def inspect(self, window: Window, *, norm: bool = False) -> Window:
         """Looks at an optimizer's gradients: once a window, unless they were exchanged since."""
+        window.just_read = False
         if window.reading is not None:
             if window.calls != self.calls:
                 raise MisuseError(
@@ -187,10 +194,11 @@ class Track:
                     "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
                     "after the last backward() before step()"
                 )
-            same = all(p.grad is g for p, g in zip(window.params, window.held))
+            same = all(map(is_, [p.grad for p in window.params], window.held))
             if window.unscaled:
-                if not same:
+                if not same or isinstance(window.optimizer, MasterWeights):
                     self.gather(window)
+                if not same:
                     self.recheck(window)
                 if norm:
                     self.take_norm(window)
@@ -200,12 +208,18 @@ class Track:
         self.gather(window)
         window.calls = self.calls
         self.read(window, norm)
+        window.just_read = True
         return window
 
     def gather(self, window: Window) -> None:
-        window.params, window.grads = collect(window.optimizer, self.allow_fp16_params)
-        window.held = [p.grad for p in window.params]
+        window.params, window.held, window.grads = self.found(window.optimizer)
         self.optimizers[id(window.optimizer)] = weakref.ref(window.optimizer)
+
+    def found(self, optimizer: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The parameters that have a gradient, `.grad` of each, and what to look at."""
+        if isinstance(optimizer, MasterWeights):
+            return optimizer._find()
+        return collect(optimizer, self.allow_fp16_params)
 
     def recheck(self, window: Window) -> None:
         """Gradients put there after unscale_() are judged too. Not across ranks: only some might
@@ -256,7 +270,7 @@ class Track:
     def unscale(self, window: Window) -> None:
         """Takes the scale out of the gradients now, so that they can be looked at."""
         if not window.unscaled:
-            multiply(window.params, window.grads, self.inverse())
+            take_in(window, self.inverse())
             window.unscaled = True
 
     def inverse(self) -> Any:
@@ -295,13 +309,14 @@ class Track:
         factor = window.coefficient * inverse
         normal = factor >= FP32.smallest_normal
         if not normal:  # one float32 cannot hold both: two passes
-            multiply(window.params, window.grads, inverse)
+            take_in(window, inverse)
             factor = window.coefficient
-        if not (normal and is_fused(window.optimizer)):
-            multiply(window.params, window.grads, factor)
+        if not is_fused(window.optimizer):
+            take_in(window, factor)
             return window.optimizer.step(*args, **kwargs)
-        grad_scale = None if factor == 1 else torch.tensor(1 / factor, dtype=torch.float32)
-        return folded_step(window.optimizer, grad_scale, None, *args, **kwargs)
+        return folded_step(
+            window.optimizer, 1 / factor, None, *args, just_read=window.just_read, **kwargs
+        )
 
     def result(self, window: Window, retries: int) -> StepResult:
         """What a finished window came to."""

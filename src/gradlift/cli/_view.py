@@ -1,0 +1,218 @@
+"""A running job seen from its journal: lines appended are folded into what a screen shows."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import JournalError
+from ..formats import FP16
+from ..journal import JOURNAL, Run, Sample, Step, add_lines, check_head
+from ..report._parameters import fate
+from ..verdict import Verdict
+
+_BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
+_RECENT = 50  # steps that throughput is taken over
+_SHOWN = 5  # rows of the short tables
+
+
+class Lane(NamedTuple):
+    """The latest of one loss: most runs have one lane, its key is empty."""
+
+    key: str
+    last: Step
+    steps: int
+    skipped: int
+    trail: tuple[float, ...]
+    """log2 of the scale over the whole run."""
+
+    @property
+    def headroom_bits(self) -> float:
+        """How many times the scale could double before the largest gradient leaves FP16."""
+        amax = self.last.amax
+        return math.log2(FP16.max / amax) if 0 < amax < math.inf else math.nan
+
+
+class Frame(NamedTuple):
+    """All that one picture of a run shows."""
+
+    header: dict[str, Any]
+    lanes: list[Lane]
+    causes: dict[str, int]
+    """Why steps were skipped, the most frequent first."""
+    retries: int
+    culprits: list[tuple[str, int]]
+    worst: list[tuple[str, float, float]]
+    """Name, share flushed and share subnormal of the worst parameters, of the last sample."""
+    sampled: int | None
+    rate: float
+    """Steps a second, lately."""
+    age: float
+    """Seconds since the last line."""
+    resumes: int
+    damaged: int
+
+    @property
+    def stands_still(self) -> bool:
+        """Has there been no line for far longer than a step takes?"""
+        return self.age > max(10.0, 20 / self.rate if self.rate > 0 else 60.0)
+
+
+class View:
+    """Folds what is read of a journal, of any length, into a little state.
+
+    >>> view = View()
+    >>> view.add(Run(steps=[Step(0, 8.0, 8.0), Step(1, 8.0, 4.0, verdict=Verdict.SKIP)]))
+    >>> [(lane.last.step, lane.skipped) for lane in view.frame(age=0.5).lanes]
+    [(1, 1)]
+    """
+
+    def __init__(self) -> None:
+        self._header: dict[str, Any] = {}
+        self._last: dict[str, Step] = {}
+        self._trails: dict[str, Trail] = {}
+        self._steps: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
+        self._causes: Counter[str] = Counter()
+        self._culprits: Counter[str] = Counter()
+        self._recent: deque[Step] = deque(maxlen=_RECENT)
+        self._sample: Sample | None = None
+        self._retries = self._resumes = 0
+        self.damaged = 0
+
+    def add(self, run: Run) -> None:
+        """Takes in what was appended."""
+        if run.header and self._header:
+            self._resumes += 1
+        self._header = self._header or run.header
+        self._resumes += sum(event.what == "resume" for event in run.events)
+        for step in run.steps:
+            self._add(step)
+        if run.samples:
+            self._sample = run.samples[-1]
+
+    def _add(self, step: Step) -> None:
+        self._last[step.key] = step
+        self._trails.setdefault(step.key, Trail()).add(step.scale)
+        self._steps[step.key] += 1
+        self._retries += step.retries
+        if step.seconds == step.seconds:
+            self._recent.append(step)
+        if step.verdict not in (Verdict.APPLY, None):
+            self._skipped[step.key] += 1
+            self._causes[str(step.cause)] += 1
+            self._culprits.update(step.culprits[:1])
+
+    def frame(self, age: float) -> Frame:
+        """The picture as it is now, `age` seconds after the last line."""
+        lanes = [
+            Lane(key, last, self._steps[key], self._skipped[key], self._trails[key].values)
+            for key, last in self._last.items()
+        ]
+        return Frame(
+            header=self._header,
+            lanes=lanes,
+            causes=dict(self._causes.most_common()),
+            retries=self._retries,
+            culprits=self._culprits.most_common(_SHOWN),
+            worst=_worst(self._sample),
+            sampled=self._sample.step if self._sample else None,
+            rate=self._rate(),
+            age=age,
+            resumes=self._resumes,
+            damaged=self.damaged,
+        )
+
+    def _rate(self) -> float:
+        seconds = sum(step.seconds for step in self._recent)
+        keys = len({step.key for step in self._recent})  # each loss writes a line of its own
+        return len(self._recent) / keys / seconds if seconds > 0 else math.nan
+
+
+class Trail:
+    """log2 of a scale over any number of steps, in few values: each the lowest of its share.
+
+    >>> trail = Trail(most=4)
+    >>> for scale in (1.0, 2.0, 4.0, 2.0, 8.0):
+    ...     trail.add(scale)
+    >>> trail.values
+    (0.0, 1.0, 3.0)
+    """
+
+    def __init__(self, most: int = 80) -> None:
+        self._most, self._share, self._in_last = most, 1, 0
+        self._values: list[float] = []
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(self._values)
+
+    def add(self, scale: float) -> None:
+        exponent = math.log2(scale) if 0 < scale < math.inf else math.nan
+        if 0 < self._in_last < self._share:
+            self._values[-1] = min(self._values[-1], exponent)
+            self._in_last += 1
+            return
+        if len(self._values) == self._most:
+            self._values = list(map(min, self._values[::2], self._values[1::2]))
+            self._share *= 2
+        self._values.append(exponent)
+        self._in_last = 1
+
+
+class Tail:
+    """Reads what was appended to a journal since the last look; an unfinished line waits.
+
+    >>> Tail("nowhere").look()
+    False
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._begin()
+
+    def _begin(self, file: int | None = None) -> None:
+        self.view = View()
+        self.changed = math.nan  # when, as the file system says
+        self._file, self._at, self._rest = file, 0, b""
+
+    def look(self) -> bool:
+        """Takes in new lines; False while there is no journal."""
+        path = self.path / JOURNAL if self.path.is_dir() else self.path
+        try:
+            with open(path, "rb") as file:
+                now = os.fstat(file.fileno())
+                if now.st_ino != self._file or now.st_size < self._at:
+                    self._begin(now.st_ino)  # another file by the same name
+                self.changed = now.st_mtime
+                file.seek(self._at)
+                while block := file.read(_BLOCK):
+                    self._take(block, path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise JournalError(f"cannot read {path}: {error.strerror}") from error
+        return True
+
+    def _take(self, block: bytes, path: Path) -> None:
+        first = self._at == len(self._rest)  # no line was whole yet
+        self._at += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if first:
+            check_head(lines[0] if lines else self._rest, path)
+        added = Run(path=path)
+        self.view.damaged += add_lines(lines, added)
+        self.view.add(added)
+
+
+def _worst(sample: Sample | None) -> list[tuple[str, float, float]]:
+    """The parameters of which FP16 loses most, as scaled; zeros count as lost."""
+    rows = []
+    for name, shares in (sample.parameters if sample else {}).items():
+        counts = {int(e): int(n) for e, n in shares.get("exponents", {}).items()}
+        lost = fate(counts, int(shares.get("elements", 0)), FP16)
+        rows.append((name, lost.flushed + float(shares.get("zero", 0.0)), lost.subnormal))
+    return sorted(rows, key=lambda row: (-row[1], -row[2], row[0]))[:_SHOWN]

@@ -1,0 +1,160 @@
+"""gradlift watch: a running job, seen from another shell."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .._words import bits, duration, number, percent, power
+from ..errors import JournalError
+from ._view import Frame, Lane, Tail
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@click.command()
+@click.argument("run", type=click.Path())
+@click.option("--once", is_flag=True, help="Print one picture and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.05),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+def watch(run: str, once: bool, interval: float) -> None:
+    """Watch a running job: RUN is its folder or its journal. Ctrl-C ends."""
+    tail, console = Tail(run), Console()
+    if once:
+        if not tail.look():
+            raise JournalError(f"cannot read {run}: there is no journal yet")
+        console.print(drawn(tail.view.frame(_age(tail)), run))
+        return
+    try:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                found = tail.look()
+                now = drawn(tail.view.frame(_age(tail)), run) if found else waiting(run)
+                live.update(now, refresh=True)
+                time.sleep(interval)
+    except KeyboardInterrupt:
+        pass  # how a watch is meant to end
+
+
+def _age(tail: Tail) -> float:
+    return max(0.0, time.time() - tail.changed)
+
+
+def waiting(run: str) -> Text:
+    """What is shown before there is a journal."""
+    return Text(f"waiting for {run}: there is no journal yet")
+
+
+def drawn(frame: Frame, run: str) -> RenderableType:
+    """A frame as a picture. Names are drawn as they are: none is taken for markup."""
+    rule = str(frame.header.get("rule", "unknown"))
+    parts: list[RenderableType] = [
+        Text(run, style="bold", no_wrap=True, overflow="ellipsis"),
+        Text(f"rule {rule}{_speed(frame)}"),
+        _lanes(frame.lanes) if frame.lanes else Text("\nno steps yet\n"),
+        *map(_history, frame.lanes),
+        _skips(frame),
+    ]
+    if frame.culprits:
+        times = [(name, str(n)) for name, n in frame.culprits]
+        parts.append(_table("most often first to fail", ["times"], times))
+    if frame.worst:
+        title = f"flushed most, at step {frame.sampled}"
+        rows = [(name, percent(lost), percent(thin)) for name, lost, thin in frame.worst]
+        parts.append(_table(title, ["flushed", "subnormal"], rows))
+    parts.append(_age_line(frame))
+    return Group(*parts)
+
+
+def _speed(frame: Frame) -> str:
+    return f", {frame.rate:.3g} steps/s" if frame.rate > 0 else ""
+
+
+def _lanes(lanes: list[Lane]) -> Table:
+    keys = any(lane.key for lane in lanes)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in (["loss of"] if keys else []) + ["step", "scale", "loss", "norm", "headroom"]:
+        table.add_column(title, justify="left" if title == "loss of" else "right", no_wrap=True)
+    for title in ("lr", "skipped"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for lane in lanes:
+        last = lane.last
+        table.add_row(
+            *([Text(lane.key or "-")] if keys else []),
+            str(last.step),
+            power(last.next_scale),
+            number(last.loss),
+            number(last.norm),
+            bits(lane.headroom_bits),
+            number(last.lr),
+            f"{lane.skipped} of {lane.steps}",
+        )
+    return table
+
+
+def _history(lane: Lane) -> Text:
+    """The scale over the whole run, between its lowest and its highest."""
+    known = [e for e in lane.trail if math.isfinite(e)]
+    span = f"2^{min(known):g} to 2^{max(known):g}" if known else "unknown"
+    return Text(f"scale so far {sparkline(lane.trail, 40)} {span} {lane.key}".rstrip())
+
+
+def _skips(frame: Frame) -> Text:
+    told = ", ".join(f"{n} {cause}" for cause, n in frame.causes.items())
+    line = Text(f"skipped: {told or 'none'}", style="yellow" if told else "")
+    if frame.retries:
+        line.append(f"; retried: {frame.retries}")
+    if frame.resumes:
+        line.append(f"; resumed: {frame.resumes}")
+    if frame.damaged:
+        line.append(f"; damaged lines: {frame.damaged}")
+    return line
+
+
+def _table(title: str, columns: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column(title, no_wrap=True, overflow="ellipsis")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, *cells in rows:
+        table.add_row(Text(name), *cells)
+    return table
+
+
+def _age_line(frame: Frame) -> Text:
+    said = f"last line {duration(frame.age)} ago"
+    if frame.stands_still:
+        return Text(f"{said}: the job stands still, or has ended", style="bold red")
+    return Text(said, style="dim")
+
+
+def sparkline(values: tuple[float, ...], width: int) -> str:
+    """Values as bars between their lowest and their highest; what is not finite is a blank.
+
+    >>> sparkline((0.0, 1.0, 7.0, math.nan, 7.0), 5)
+    '▁▂█ █'
+    """
+    if len(values) > width:  # the lowest of each share
+        ends = [len(values) * i // width for i in range(width + 1)]
+        values = tuple(min(values[a:b]) for a, b in pairwise(ends))
+    known = [v for v in values if math.isfinite(v)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = (high - low) or 1.0
+    return "".join(
+        _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
+        for v in values
+    )
