@@ -392,3 +392,23 @@ def test_under_torchrun_rank_0_records_and_all_agree(tmp_path):
     assert [s.scale for s in runs[0].steps] == [s.scale for s in runs[1].steps]
     assert (len(runs[0].samples), len(runs[1].samples)) == (2, 0)
     assert not list((tmp_path / "gradlift-runs").glob(".launch*"))
+
+
+def test_profile_sees_a_step_whose_clipping_saw_a_norm_of_inf(tmp_path):
+    script = tmp_path / "train.py"
+    clipped = """
+for factor in (1.0, 1e36, 1.0):
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 4)).mean() * factor
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    print(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    script.write_text(SMALL + clipped)
+    done = gradlift("profile", "-q", "--no-report", "--every", 1, script, cwd=tmp_path)
+    assert "tensor(inf)" in done.out, done.out
+    run = read_journal(recorded(tmp_path))
+    assert [s.verdict for s in run.steps] == [Verdict.APPLY, Verdict.SKIP, Verdict.APPLY]
+    assert not [e for e in run.events if e.what == "note"]
