@@ -4,9 +4,9 @@ python benchmarks/torch_overhead.py [--steps 20]
 
 The scaler's own time (scale, inspect, clip, advance, journal line) is measured on the gradients of
 the example's GPT with a fused optimizer whose step does nothing, and divided by the median time of
-the whole float16 step (forward, backward, clip, AdamW). What `gradlift run` and `gradlift profile`
-add is the mean over whole sampling intervals. Then the scaler's time over more tensors, more
-elements and more steps.
+the whole float16 step (forward, backward, clip, AdamW). A probe's time is what its hooks take. What
+`gradlift run` and `gradlift profile` add is the mean over whole sampling intervals. Then the
+scaler's time over more tensors, more elements and more steps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradlift import Journal
+from gradlift import Journal, Reading
+from gradlift.rules import parse
 from gradlift.torch import GradScaler
+from gradlift.torch._probe import Probe
 from gradlift.torch._profile import Watcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -34,6 +37,7 @@ import torch_gpt
 torch_gpt.WIDTH = 256  # 3.2M parameters
 NEVER = 1e9
 RUN_EVERY, PROFILE_EVERY = 50, 20  # the commands' defaults
+PROBE_EVERY = 100  # the default of probe()
 
 
 class Idle(torch.optim.SGD):
@@ -116,6 +120,57 @@ def recording(params: list[torch.nn.Parameter], model: torch.nn.Module, folder: 
     }
 
 
+class Timed(Probe):
+    """A probe that knows how long it took."""
+
+    spent = 0.0
+
+    def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        done = work(*args)
+        self.spent += time.perf_counter() - start
+        return done
+
+    def _before(self, module: Any, args: Any) -> None:
+        self._timed(super()._before, module, args)
+
+    def _after(self, name: str, *, leaf: bool) -> Any:
+        hook = super()._after(name, leaf=leaf)
+        return lambda *args: self._timed(hook, *args)
+
+    def _look(self, name: str, g: Any) -> None:
+        self._timed(super()._look, name, g)
+
+    def peak(self) -> Any:
+        return self._timed(super().peak)
+
+    def ended(self, reading: Any, scale: Any) -> None:
+        self._timed(super().ended, reading, scale)
+
+
+def auto_and_probe(model: torch.nn.Module, text: torch.Tensor, rounds: int) -> float:
+    """Milliseconds a step of the rule "auto" and of probing one step in 100, by themselves."""
+    probe = Timed(model, every=PROBE_EVERY)
+    optimizer = Idle(model.parameters(), lr=1e-4)
+    scaler = GradScaler("cpu", rule="auto")
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return model(*torch_gpt.sample_batch(text))
+
+    looked, passed = [], []
+    for i in range(2 * rounds):
+        probe.again = i % 2 == 0
+        probe.spent, probe.calls = 0.0, 1
+        scaler.train_step(forward, optimizer)
+        (passed if i % 2 else looked).append(probe.spent)
+    probe.remove()
+    probing = statistics.median(looked) + (PROBE_EVERY - 1) * statistics.median(passed)
+    rule, reading = parse("auto:cautious"), Reading(False, 100.0, probe_amax=200.0)
+    state = rule.init()
+    return probing / PROBE_EVERY * 1e3 + median_ms(lambda: rule.advance(state, reading), 1000)
+
+
 def filled(tensors: int, size: int) -> list[torch.nn.Parameter]:
     params = [torch.nn.Parameter(torch.zeros(size)) for _ in range(tensors)]
     for p in params:
@@ -151,6 +206,10 @@ def main() -> None:
             own = own_time(params, 10 * steps, make)
             goal = "" if name.startswith("torch") else "0.5 %"
             table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
+        own = auto_and_probe(model, text, max(3, steps // 2))
+        table.add_row(
+            f'"auto" and probe(every={PROBE_EVERY})', f"{own:.2f}", f"{own / step:.2%}", "0.3 %"
+        )
         for name, (own, goal) in recording(params, model, Path(folder)).items():
             table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
     console.print(table)

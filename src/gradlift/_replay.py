@@ -38,7 +38,7 @@ def replay(
     rule = parse(rule)
     states: dict[str, ScaleState] = {}
     header = {**run.header, "rule": str(rule), "replay_of": run.header.get("rule")}
-    again = Run(header=header, samples=run.samples, path=run.path)
+    again = Run(header=header, samples=run.samples, probes=run.probes, path=run.path)
     for was in run.steps:
         state = states.get(was.key) or rule.init()
         verdict: Verdict | None = Verdict.RETRY

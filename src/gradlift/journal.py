@@ -4,6 +4,7 @@
     {"kind":"step","step":0,"scale":65536.0,"next_scale":65536.0,"amax":812.0,"norm":0.4,...}
     {"kind":"event","step":7,"what":"skip","cause":"OVERFLOW",...}
     {"kind":"sample","step":100,"parameters":{"head.weight":{...}}}
+    {"kind":"probe","step":100,"modules":{"blocks.0":{...}}}
 
 Every line is one `write` to a file opened for appending: a killed process loses at most the line it
 was writing. Fields at their default are left out; inf and NaN, which JSON lacks, are strings.
@@ -72,6 +73,13 @@ class Sample(NamedTuple):
     parameters: dict[str, dict[str, Any]]
 
 
+class Probe(NamedTuple):
+    """Statistics of the gradients inside the network, by module, at one step."""
+
+    step: int
+    modules: dict[str, dict[str, Any]]
+
+
 class Event(NamedTuple):
     """Something worth telling: a skip, a retry, a halt, a resume, a note.
 
@@ -96,6 +104,7 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
     path: Path | None = None
 
     @property
@@ -189,7 +198,12 @@ class Journal:
         line = {"kind": "sample", "step": step, "parameters": parameters}
         self._write(line, Sample(step, parameters))
 
-    def _write(self, line: dict[str, Any], told: Step | Event | Sample) -> None:
+    def probe(self, step: int, modules: dict[str, dict[str, Any]]) -> None:
+        """Records what was seen between modules."""
+        line = {"kind": "probe", "step": step, "modules": modules}
+        self._write(line, Probe(step, modules))
+
+    def _write(self, line: dict[str, Any], told: Step | Event | Sample | Probe) -> None:
         if os.getpid() != self._process:
             return  # a forked child trains for itself: its steps are not this run's
         header = self._header
@@ -204,7 +218,8 @@ class Journal:
         self._file.write(_line(line))
         if header is not None:
             self._tell("header", header)
-        self._tell(line["kind"], told)
+        if not isinstance(told, Probe):  # sinks draw parameters, not modules
+            self._tell(line["kind"], told)
 
     def _tell(self, what: str, *told: Any) -> None:
         for sink in tuple(self._also):
@@ -308,6 +323,8 @@ def _take(line: Any, run: Run) -> bool:
             run.events.append(Event(line["step"], str(line["what"]), detail))
         elif kind == "sample":
             run.samples.append(Sample(int(line["step"]), dict(line["parameters"])))
+        elif kind == "probe":
+            run.probes.append(Probe(int(line["step"]), dict(line["modules"])))
         elif kind == "header":
             _check_schema(line["schema"], run.path)
             if run.header:  # the journal was continued by a later process

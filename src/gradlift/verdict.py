@@ -47,6 +47,8 @@ class Cause(enum.IntEnum):
     """Non-finite gradients at the smallest scale the rule may use."""
     NO_GRADIENTS = 5
     """There was nothing to apply."""
+    CALIBRATION = 6
+    """The first gradients showed that a far larger scale fits: the batch is computed again."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("nonfinite", "non-finite").replace("_", " ")
@@ -82,6 +84,7 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+_FAR_OFF = 2.0**4  # a scale this much too low flushes few gradients: not worth a second try
 
 
 def decide(
@@ -95,8 +98,9 @@ def decide(
 ) -> tuple[Verdict, Cause]:
     """What to do with a step that showed `reading`, and why. `state` is the one *before* it.
 
-    A retry is offered only where the rule answers this reading with a lower scale: the same batch
-    at the same scale would overflow again.
+    After an overflow a retry is offered only where the rule answers with a lower scale: the same
+    batch at the same scale would overflow again. A clean batch is tried again only if it was the
+    first that showed the gradients' size, and a scale more than 4 bits higher fits them.
 
     >>> from gradlift.rules import Backoff
     >>> rule = Backoff()
@@ -111,6 +115,9 @@ def decide(
     if not reading.checked:
         return Verdict.SKIP, Cause.NO_GRADIENTS
     if not reading.nonfinite and not reading.loss_nonfinite:
+        first = retries_left > 0 and not rule.calibrated(state)
+        if first and rule.advance(state, reading).scale > state.scale * _FAR_OFF:
+            return Verdict.RETRY, Cause.CALIBRATION
         return Verdict.APPLY, Cause.NONE
 
     if reading.loss_nonfinite:
@@ -214,7 +221,7 @@ class StepResult:
     culprits: tuple[str, ...] = ()
     """Parameters with non-finite gradients, the first to go wrong in front."""
     retries: int = 0
-    """How often this batch was recomputed at a lower scale."""
+    """How often this batch was recomputed at another scale."""
     micro_batch: int | None = None
     """Index in the window of the first of several micro-batches that went wrong."""
     notes: tuple[str, ...] = ()

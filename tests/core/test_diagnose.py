@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_is_never_blamed_on_the_scale():
 
 def test_a_trace_names_the_module():
     dead = Step(4, 8.0, 8.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
-    trace = Event(4, "trace", {"module": "blocks.3.norm", "kind": "inf", "where": "forward"})
+    trace = Event(4, "trace", {"module": "blocks.3.norm", "found": "inf", "where": "forward"})
     finding = only(Run(steps=[*clean(4), dead], events=[trace]))
     assert "blocks.3.norm (inf, forward, step 4)" in finding.evidence
     assert "in blocks.3.norm" in finding.advice

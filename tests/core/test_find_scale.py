@@ -165,7 +165,7 @@ def test_find_scale_prints_candidates_and_one_recommendation(tmp_path):
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["2^32"])
-    assert row == ["2^32", "0/0/0", "0/0/0", "0/0/50.0", "0/0/0", "0"]
+    assert row == ["2^32", "0/0/0", "0/0/0", "0/0/50.0", "0/0/0", "0", "<-"]
     assert "Use 2^32.\n" in done.stdout
     told = json.loads(command(tmp_path, "--json").stdout)
     assert (told["verdict"], told["scale"]) == ("static", 2.0**32)

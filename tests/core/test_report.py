@@ -21,7 +21,7 @@ from gradlift.cli.replay import replay
 from gradlift.cli.report import report as report_command
 from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
-from gradlift.journal import Event, Run, Sample, Step, read_journal
+from gradlift.journal import Event, Probe, Run, Sample, Step, read_journal
 from gradlift.report import _charts, _html, _json, _text, _thinning
 from gradlift.report._parameters import fate, parameters
 from gradlift.report._totals import totals
@@ -72,9 +72,13 @@ def story():
         events=[
             Event(3, "skip", {"cause": "OVERFLOW", "scale": 2.0**16, "culprits": ["head (inf)"]}),
             Event(12, "note", {"text": "evaluation"}),
-            Event(20, "trace", {"module": "body.norm", "kind": "nan", "where": "forward"}),
+            Event(20, "trace", {"module": "body.norm", "found": "nan", "where": "forward"}),
             Event(30, "retry", {**retry, "culprits": ["body (inf)"]}),
             Event(31, "resume", {"time": "2026-01-03T00:00:00+0000"}),
+        ],
+        probes=[
+            Probe(0, {"body": {**body, "amax": 65504 / 4}, "body.<norm>": {**head, "amax": 0.0}}),
+            Probe(20, {"body": {**body, "zero": 0.75, "amax": 65504 / 2, "lift": 8.0}}),
         ],
         path=Path("gradlift-runs/story/journal.jsonl"),
     )

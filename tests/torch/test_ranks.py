@@ -78,3 +78,27 @@ def test_a_retry_is_collective(tmp_path, case):
 def test_a_world_of_one_trusts_its_loss(tmp_path):
     (only,) = run("group-nan", tmp_path, world=1)
     assert set(causes(only)) == {"NONE"}  # the trouble is rank 1's
+
+
+def scales(told):
+    return [row[2] for row in told["rows"]]
+
+
+def test_what_one_rank_probes_is_known_to_all_of_a_group(tmp_path):
+    """Only rank 1 looks inside its network; without that, both would choose a larger scale."""
+    plain, _ = run("auto-group-quiet", tmp_path)
+    (tmp_path / "init").unlink(missing_ok=True)
+    a, b = run("auto-group-quiet-probe", tmp_path)
+    assert a["rows"] == b["rows"]
+    assert scales(a)[-1] < scales(plain)[-1]
+
+
+def test_without_a_group_a_probe_on_one_rank_does_not_make_them_drift_apart(tmp_path):
+    a, b = run("auto-quiet-probe-ddp", tmp_path)
+    assert a["rows"] == b["rows"]
+
+
+def test_auto_allows_for_the_averaging_of_gradients(tmp_path):
+    a, b = run("auto-quiet-ddp", tmp_path)
+    assert "replicas=2" in a["rule"]
+    assert a["rows"] == b["rows"]

@@ -22,7 +22,7 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
     value = "inf" if math.isinf(bad[0].loss) else "nan"
     skipped = sum(lost(s) for s in bad)
     modules = [
-        f"{e.detail.get('module')} ({e.detail.get('kind', 'nan')}, "
+        f"{e.detail.get('module')} ({e.detail.get('found', 'nan')}, "
         f"{e.detail.get('where', 'forward')}, step {e.step})"
         for e in run.events
         if e.what == "trace" and e.detail.get("module")

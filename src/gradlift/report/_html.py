@@ -20,6 +20,7 @@ from ..errors import GradliftError
 from ..journal import Run
 from . import _sections as sections
 from ._charts import chart_data
+from ._modules import modules
 from ._parameters import parameters
 from ._sections import escape
 from ._story import rows, title
@@ -52,6 +53,7 @@ def report(run: Run, findings: Sequence[Finding]) -> str:
         sections.gradients(run, all_parameters),
         sections.heat(data["heat"]),
         sections.parameters(all_parameters),
+        sections.inside(modules(run)),
         sections.events(rows(run, bad)),
         sections.settings(run),
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._diagnose import Finding, diagnose
 from ..journal import Run
+from ._modules import modules
 from ._parameters import Parameter, parameters, quantile
 from ._story import settings, title, verdict, versions
 from ._totals import totals
@@ -36,6 +37,7 @@ def report(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
         "findings": [finding._asdict() for finding in findings],
         "totals": added._asdict(),
         "parameters": [_parameter(p) for p in parameters(run)],
+        "modules": [m._asdict() for m in modules(run)],
         "settings": settings(run),
         "versions": versions(run),
     }

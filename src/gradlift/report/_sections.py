@@ -12,6 +12,7 @@ from .._diagnose import Finding
 from ..journal import Run
 from . import _story as story
 from ._charts import FORMATS, sum_of
+from ._modules import MOST_MODULES, Module
 from ._parameters import Counts, Fate, Parameter, fate, quantile
 from ._thinning import Mark
 from ._totals import Totals
@@ -211,6 +212,31 @@ def heat(found: dict[str, Any]) -> str:
 safely inside FP16; amber is subnormal, red is about to be flushed or to overflow.</p>
 <div class="modes" id="modes" role="group" aria-label="value">{buttons}</div>
 <div class="chart" id="heat"></div>
+</section>"""
+
+
+def inside(found: list[Module]) -> str:
+    """What flowed between modules; nothing if nobody looked."""
+    if not found:
+        return ""
+    lifted = any(m.lift == m.lift for m in found)
+    heads = ["module", "headroom", "zero", "subnormal", "near top", *(["lift"] if lifted else [])]
+    body = "\n".join(
+        f"<tr><th scope=row>{escape(m.name)}</th>"
+        + "".join(f"<td>{prose(cell)}</td>" for cell in story.inside(m, lifted))
+        + "</tr>"
+        for m in found[:MOST_MODULES]
+    )
+    left = len(found) - MOST_MODULES
+    more = f"<p class=note>{left:,} more with more headroom.</p>" if left > 0 else ""
+    return f"""<section id="inside">
+<h2>Between modules</h2>
+<p class="lead">Float16 gradients that flow through the network, as probed: fewest bits below 65504
+first. Overflow starts here, where no parameter shows it.</p>
+<div class="scroll"><table class="inside"><thead><tr>{"".join(f"<th>{h}</th>" for h in heads)}</tr>
+</thead><tbody>
+{body}
+</tbody></table></div>{more}
 </section>"""
 
 

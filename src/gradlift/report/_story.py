@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .. import _words as words
 from .._diagnose import Finding
 from ..journal import Event, Run
+from ._modules import Module
 from ._thinning import Mark, crowded
 from ._totals import Totals
 
@@ -106,6 +107,13 @@ def figures(totals: Totals) -> list[tuple[str, str, str]]:
     ]
 
 
+def inside(module: Module, lifted: bool) -> list[str]:
+    """One module's cells: headroom, zero, subnormal, near the top, and its lift if any has one."""
+    bits = f"{module.headroom:.1f}" if module.headroom == module.headroom else words.UNKNOWN
+    shares = [words.percent(x) for x in (module.zero, module.subnormal, module.near_max)]
+    return [bits, *shares, *([words.power(module.lift)] if lifted else [])]
+
+
 def rows(run: Run, marks: list[Mark]) -> list[Row]:
     """What happened, in the order of steps; alike and neighbouring ones in one row."""
     bad = [Row(m.first, m.last, m.what, _of_mark(m), m.cause) for m in crowded(marks, MOST_ROWS)]
@@ -133,7 +141,7 @@ def _of_mark(mark: Mark) -> str:
 def _of_event(event: Event) -> str:
     detail = event.detail
     if event.what == "trace":
-        kind, pass_ = detail.get("kind", "non-finite"), detail.get("where", "forward")
+        kind, pass_ = detail.get("found", "non-finite"), detail.get("where", "forward")
         return f"first {kind} in the {pass_} pass: the output of {detail.get('module', '?')}"
     if event.what == "resume":
         return f"a later process went on, {detail.get('time', 'time unknown')}"

@@ -10,8 +10,9 @@ from .. import _words as words
 from .._diagnose import Finding, diagnose
 from ..journal import Run
 from ._charts import FORMATS, columns, sum_of
+from ._modules import Module, modules
 from ._parameters import Parameter, fate, parameters, quantile
-from ._story import figures, rows, settings, title, verdict, versions
+from ._story import figures, inside, rows, settings, title, verdict, versions
 from ._thinning import marks
 from ._totals import Totals, keys, totals
 
@@ -61,6 +62,8 @@ def report(run: Run, findings: Sequence[Finding]) -> str:
         )
     if all_parameters:
         parts.append(_headed("Parameters, worst first", _parameters(all_parameters)))
+    if inner := modules(run):
+        parts.append(_headed("Between modules, least headroom first", _modules(inner)))
     happened = rows(run, marks(run))
     if happened:
         lines = [f"{words.where(r.first, r.last):>16}  {r.what:7} {r.text}" for r in happened]
@@ -147,6 +150,15 @@ def _parameter(p: Parameter) -> str:
     median = quantile(p.scaled, 0.5)
     middle = words.UNKNOWN if median is None else str(median)
     return f"{shares}{span:>12}{middle:>7}{p.culprit:>8}  {p.name}"
+
+
+def _modules(found: Sequence[Module]) -> Iterable[str]:
+    yield f"{'headroom':>9}{'zero':>9}{'subnormal':>10}{'near top':>9}{'lift':>7}  name"
+    for m in found[:MOST_PARAMETERS]:
+        bits, zero, subnormal, near, lift = inside(m, True)
+        yield f"{bits:>9}{zero:>9}{subnormal:>10}{near:>9}{lift:>7}  {m.name}"
+    if len(found) > MOST_PARAMETERS:
+        yield f"  ... {len(found) - MOST_PARAMETERS:,} more"
 
 
 def _headed(heading: str, lines: Iterable[str]) -> str:

@@ -18,7 +18,7 @@
 
   const CAUSES = {
     "overflow": "overflow", "loss non-finite": "loss", "unknown non-finite": "unknown",
-    "floor": "floor", "no gradients": "none",
+    "floor": "floor", "no gradients": "none", "calibration": "none",
   };
   const SYMBOLS = { skip: "circle", retry: "circle-open", halt: "x" };
   const CONFIG = { displayModeBar: false, responsive: true, displaylogo: false };

@@ -85,6 +85,10 @@ class Rule:
             *(ns.like(ns.where(checked, new, old), old) for new, old in zip(after, state))
         )
 
+    def calibrated(self, state: ScaleState) -> bool:
+        """Does it know the gradients' size? If not, the first batch is worth a second try."""
+        return True
+
     def _respond(
         self, state: ScaleState, reading: Reading, overflow: Any, clean: Any, ns: Any
     ) -> ScaleState:

@@ -7,17 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..reading import Reading
+from ..reading import NAN, Reading
 
 
 def alone() -> bool:
     """Is this process the whole job? Only then may it trust its own loss without asking."""
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return world_size(None) == 1
+
+
+def world_size(group: Any) -> int:
+    """How many ranks there are, in a group or in all."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def agree(reading: Reading, group: Any, device: torch.device) -> Reading:
     """The reading of all ranks: gathered and combined here, since a MAX may lose a NaN."""
-    mine = [reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.amax]
+    probe = -1.0 if reading.probe_amax is NAN else reading.probe_amax  # NaN enters no reduction
+    mine = [reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.amax, probe]
     if any(isinstance(x, torch.Tensor) for x in mine):
         packed = torch.stack([torch.as_tensor(x, device=device).float() for x in mine])
     else:
@@ -25,12 +31,19 @@ def agree(reading: Reading, group: Any, device: torch.device) -> Reading:
     everyone = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, packed, group=group)
     table = torch.stack(everyone)
-    flags, amax = table[:, :3].amax(0) > 0, table[:, 3].amax()
+    nonfinite, dead, checked, amax, probe = table.amax(0)
     if device.type == "cpu":
-        nonfinite, dead, checked = flags.tolist()
         return reading._replace(
-            nonfinite=nonfinite, loss_nonfinite=dead, checked=checked, amax=amax.item()
+            nonfinite=nonfinite.item() > 0,
+            loss_nonfinite=dead.item() > 0,
+            checked=checked.item() > 0,
+            amax=amax.item(),
+            probe_amax=probe.item() if probe >= 0 else NAN,
         )
     return reading._replace(
-        nonfinite=flags[0], loss_nonfinite=flags[1], checked=flags[2], amax=amax
+        nonfinite=nonfinite > 0,
+        loss_nonfinite=dead > 0,
+        checked=checked > 0,
+        amax=amax,
+        probe_amax=torch.where(probe < 0, NAN, probe),
     )

@@ -22,6 +22,7 @@ from ._gradients import multiply
 from ._inspect import device_look, not_finite
 from ._masters import MasterWeights
 from ._names import culprits_by_peak
+from ._probe import largest, tell
 from ._track import Facts, Track, Window
 
 
@@ -165,11 +166,16 @@ class DeviceTrack(Track):
                 amax=found.amax,
                 loss_nonfinite=self.blamed_loss(found.nonfinite),
                 norm=window.norm,
+                probe_amax=self.probed(window),
             )
         )
 
+    def probed(self, window: Window) -> Any:
+        peak = super().probed(window)
+        return peak.to(self.device, non_blocking=True) if isinstance(peak, Tensor) else peak
+
     def blamed_loss(self, nonfinite: Any) -> Any:
-        if not self.trusts_its_loss or not self.flags:
+        if not self.speaks_for_all or not self.flags:
             return False
         if len(self.flags) == 1:
             return self.flags[0]
@@ -237,11 +243,12 @@ class DeviceTrack(Track):
     def decided(self, reading: Reading, retries_left: int = 0) -> tuple[Verdict, Cause]:
         """The verdict, for those who cannot go on without it: one read."""
         copy = _Copy(self.device)
-        flags = [reading.nonfinite, reading.loss_nonfinite, reading.checked]
-        values = copy.values(copy.add([*self.tensors, *flags]))
+        seen = [reading.nonfinite, reading.amax, reading.loss_nonfinite, reading.checked]
+        values = copy.values(copy.add([*self.tensors, *seen, reading.probe_amax]))
         state = ScaleState(values[0], *map(int, values[1:7]))
-        told = Reading(values[7] > 0, math.inf, values[8] > 0, values[9] > 0)
-        known = self.calls > 0 and self.trusts_its_loss
+        nonfinite, amax, dead, checked, probe = values[7:]
+        told = Reading(nonfinite > 0, amax, dead > 0, checked > 0, probe_amax=probe)
+        known = self.calls > 0 and self.speaks_for_all
         return decide(
             told, state, self.rule, self.limits, loss_known=known, retries_left=retries_left
         )
@@ -255,7 +262,7 @@ class DeviceTrack(Track):
         """A result that is fetched when asked, with everything else of this window."""
         reading, found, params = window.reading, window.look, window.params
         assert reading is not None
-        calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.trusts_its_loss
+        calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.speaks_for_all
         left_out, copy = self.left_out, self.copy
         # Not the window itself: it would keep all gradients alive until somebody looks.
         verdict_known, cause_known = window.verdict, window.cause
@@ -298,10 +305,12 @@ class DeviceTrack(Track):
                 amax=torch.maximum(all_of.amax, r.amax) if self.want_amax else math.inf,
                 loss_nonfinite=_either(all_of.loss_nonfinite, r.loss_nonfinite),
                 norm=torch.hypot(all_of.norm, r.norm) if self.want_norm else math.nan,
+                probe_amax=largest((all_of.probe_amax, r.probe_amax)),
             )
         return all_of._replace(nonfinite=True) if self.spoiled else all_of
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
+        tell(self.params(), reading, self.tensors.scale)
         after = self.rule.advance(self.tensors, reading, torch)
         if retry or self.stepped_without_some():
             kept = self.tensors.skips if retry else torch.zeros_like(self.tensors.skips)
@@ -318,13 +327,13 @@ class DeviceTrack(Track):
         """Sends everything about this window over; it is read one step later."""
         copy, some = self.copy, self.stepped_without_some()
         bad = False if some else reading.nonfinite
-        numbers = [reading.amax, bad, reading.norm, loss, self.tensors.scale]
+        numbers = [reading.amax, bad, reading.norm, loss, self.tensors.scale, reading.probe_amax]
         where = copy.add(numbers)
         copy.start()
 
         def read() -> Facts:
-            amax, nonfinite, norm, total, next_scale = copy.values(where)
-            return Facts(amax, nonfinite > 0, norm, total, next_scale)
+            amax, nonfinite, norm, total, next_scale, probe = copy.values(where)
+            return Facts(amax, nonfinite > 0, norm, total, next_scale, probe)
 
         return read
 

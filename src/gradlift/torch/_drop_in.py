@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..errors import MisuseError, SettingsError
 from ..journal import Event, Journal
-from ..rules import Backoff, Off, Rule, parse
+from ..rules import Backoff, Headroom, Off, Rule, parse
 from ..rules._rule import LARGEST, is_power_of_two
 from ..verdict import Limits, StepResult
 from ._accumulate import DropBad
+from ._agree import world_size
 from ._device import DeviceTrack
 from ._names import Names, named
 from ._report import Report
@@ -70,6 +71,14 @@ def torch_rule(
         max_scale=high,
         powers_of_two=not odd,
     )
+
+
+def cautious(text: str) -> Rule | None:
+    """What "auto" is as long as nothing retries; None if the text names another rule."""
+    name, _, rest = text.strip().partition(":")
+    if name.strip().lower() != "auto" or rest.strip().lower().startswith("cautious"):
+        return None
+    return parse(f"auto:cautious,{rest}")
 
 
 def with_scale_allowed(rule: Rule, scale: float) -> Rule:
@@ -130,6 +139,10 @@ class DropIn(torch.amp.GradScaler):
         self._rule: Rule = (
             torch_rule(init_scale, *factors, min_scale, max_scale) if rule is None else parse(rule)
         )
+        self._sharp: Rule | None = None
+        if isinstance(rule, str) and (gentle := cautious(rule)):
+            self._sharp, self._rule = self._rule, gentle
+        self._settled = False
         self._arguments: list[Any] = list(factors)
         self._limits = Limits(max_consecutive_skips, on_floor)
         self._skip = skip
@@ -235,6 +248,21 @@ class DropIn(torch.amp.GradScaler):
         self._rule = self._report.rule = rule
         for track in self._tracks.values():
             track.rule = rule
+
+    def _sharpen(self) -> None:
+        """Batches are retried from now on, so "auto" may go nearer to the edge."""
+        if self._sharp is not None:
+            self._use_rule(self._sharp)
+            self._sharp, self._settled = None, False
+
+    def _settle(self) -> None:
+        """Ranks average their gradients: what is seen afterwards may have been that much larger."""
+        if self._settled:
+            return
+        self._settled = True
+        ranks = world_size(self._group)
+        if ranks > 1 and isinstance(self._rule, Headroom) and self._rule.replicas == 1:
+            self._use_rule(dataclasses.replace(self._rule, replicas=ranks))
 
     def _get_scale_async(self) -> Tensor | None:
         return self._track(None).scale_tensor()

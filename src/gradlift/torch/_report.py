@@ -15,6 +15,7 @@ from ..rules import Rule, ScaleState
 from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
 from ._inspect import dense
 from ._names import name_apart, name_of
+from ._probe import samples
 from ._statistics import statistics
 from ._track import HALF_LOSS, Facts, Track, Window
 
@@ -78,6 +79,11 @@ class Report:
             window.sampled = True
             shares = statistics(window.params, [dense(g) for g in window.held], self.names)
             self.journal.sample(track.steps, shares)
+
+    def inside(self, track: Track) -> None:
+        """What watchers saw in the network, before the window is cleared."""
+        if self.journal and (seen := samples(track.params())):
+            self.journal.probe(track.steps, seen)
 
     def later(self, told: Told) -> None:
         """What happened on a device is told one step later, when it has long arrived."""
@@ -157,6 +163,7 @@ class Report:
                 culprits=result.culprits,
                 retries=result.retries,
                 seconds=seconds,
+                probe_amax=facts.probe_amax,
                 key=told.key or "",
             )
         )

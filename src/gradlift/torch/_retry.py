@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def total(losses: Any) -> Any:
+    """What a closure returned, as one loss: a tuple or list is added up."""
+    return sum(losses[1:], losses[0]) if isinstance(losses, (tuple, list)) else losses
+
+
+class Parameters:
+    """Looks like an optimizer to those who collect gradients, and cannot step."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.param_groups = [{"params": params}]
 
 
 class Replay:

@@ -16,10 +16,11 @@ from ..errors import MisuseError, SettingsError
 from ..verdict import Cause, StepResult, Verdict
 from ._accumulate import DropBad
 from ._apply import Snapshot, is_fused, refuse, take_in
+from ._calibrate import calibrate
 from ._device import DeviceTrack
 from ._drop_in import DropIn, with_scale_allowed
 from ._report import Told, learning_rate
-from ._retry import Replay
+from ._retry import Replay, total
 from ._track import Track, Window, leaves
 
 
@@ -68,6 +69,7 @@ step in `update()`) |
             if self._dropping is not None:
                 self._dropping.micro_batch_done()
                 self._dropping.expect(leaves(outputs))
+            self._settle()
             return self._track(key, outputs.device).scaled(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(x, key=key) for x in outputs)
@@ -262,6 +264,7 @@ step in `update()`) |
         loss = track.loss if track.calls else math.nan
         lr = learning_rate(track)
         track.advance(reading)
+        self._report.inside(track)
         # Nothing to tell after unscale_() without step(); nothing to send if nobody listens.
         late, told = isinstance(track, DeviceTrack), None
         if results and (self._report.wanted or not late):
@@ -289,6 +292,25 @@ step in `update()`) |
 
     # a whole step
 
+    def calibrate(
+        self, closure: Callable[[], Any], *, model: torch.nn.Module, key: str | None = None
+    ) -> float:
+        """Finds the scale before the first step, on a batch that is not used up; returns it.
+
+        `closure()` is that of `train_step`. It is computed and differentiated until the rule keeps
+        its scale; then random states, `model`'s buffers and gradients are as they were, and no
+        weight has moved. A rule that halves finds its way down only; "auto" finds it from anywhere.
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> scaler = GradScaler("cpu", rule="auto:init_scale=2^32")
+        >>> def closure():
+        ...     with torch.autocast("cpu", torch.float16):
+        ...         return model(torch.ones(8, 4)).float().mean()
+        >>> scaler.calibrate(closure, model=model) == scaler.get_scale() < 2**16
+        True
+        """
+        return calibrate(self, closure, model, key) if self._active else 1.0
+
     def train_step(
         self,
         closure: Callable[[], Any],
@@ -302,6 +324,9 @@ step in `update()`) |
     ) -> StepResult:
         """zero_grad, forward, scale, backward, clip, step, update; on overflow once more.
 
+        With `retries`, "auto" is sharp, and computes the first batch again if a far larger scale
+        fits it.
+
         `closure()` returns the loss, or a tuple of losses to be added up; it calls neither
         backward nor the data loader. After an overflow the same batch is computed again at the
         lower scale, up to `retries` times, with random states and `model`'s buffers put back
@@ -313,12 +338,12 @@ step in `update()`) |
                 "retries need model=, whose buffers are put back before a batch is computed again "
                 "(model=False says that nothing needs it)"
             )
+        if retries:
+            self._sharpen()
         kept = Replay(model, optimizer) if retries and self._active else None
         for tries in range(retries + 1):
             optimizer.zero_grad(set_to_none=True)
-            losses = closure()
-            loss = sum(losses[1:], losses[0]) if isinstance(losses, (tuple, list)) else losses
-            self.scale(loss, key=key).backward()
+            self.scale(total(closure()), key=key).backward()
             if kept is None:
                 self.step(optimizer, max_norm=max_norm, key=key)
                 break

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import MisuseError
 from ..formats import FP32
-from ..reading import Reading
+from ..reading import NAN, Reading
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
 from ._agree import agree, alone
@@ -23,6 +23,7 @@ from ._gradients import multiply
 from ._inspect import Look, collect, look
 from ._masters import MasterWeights
 from ._names import culprits
+from ._probe import largest, probed, tell
 
 HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
 _HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
@@ -68,6 +69,7 @@ class Facts(NamedTuple):
     norm: float
     loss: float
     next_scale: float
+    probe_amax: float
 
 
 class Track:
@@ -143,7 +145,7 @@ class Track:
     def blamed_loss(self, nonfinite: Any) -> Any:
         """Is a dead loss to blame? If only some losses of the window were dead, only where the
         gradients show it: the others may belong to another optimizer, or were given up."""
-        if not self.trusts_its_loss or not any(self.losses):
+        if not self.speaks_for_all or not any(self.losses):
             return False
         return all(self.losses) or bool(nonfinite)
 
@@ -219,7 +221,8 @@ class Track:
         """The parameters that have a gradient, `.grad` of each, and what to look at."""
         if isinstance(optimizer, MasterWeights):
             return optimizer._find()
-        return collect(optimizer, self.allow_fp16_params)
+        steps = hasattr(optimizer, "step")  # else no update can get lost
+        return collect(optimizer, self.allow_fp16_params or not steps)
 
     def recheck(self, window: Window) -> None:
         """Gradients put there after unscale_() are judged too. Not across ranks: only some might
@@ -253,12 +256,18 @@ class Track:
                 or (nothing_left and not self.spoiled),
                 checked=bool(window.grads) or nothing_left,
                 norm=window.norm,
+                probe_amax=self.probed(window),
             )
         )
 
     @property
-    def trusts_its_loss(self) -> bool:
+    def speaks_for_all(self) -> bool:
+        """Does what this rank alone has seen (its loss, its probes) count? Only if all ranks hear
+        of it: else their scales would drift apart."""
         return self.group is not None or alone()
+
+    def probed(self, window: Window) -> Any:
+        return probed(window.params) if self.speaks_for_all else NAN
 
     def agreed(self, reading: Reading) -> Reading:
         if self.group is None:
@@ -290,7 +299,7 @@ class Track:
         args, kwargs = call
         if not window.grads and not self.left_out and self.group is None:
             reading = Reading(nonfinite=False, amax=0.0, checked=False)
-        known = self.calls > 0 and self.trusts_its_loss
+        known = self.calls > 0 and self.speaks_for_all
         window.verdict, window.cause = decide(
             reading,
             self.state,
@@ -361,10 +370,12 @@ class Track:
             amax=max(r.amax for r in checked),
             loss_nonfinite=any(r.loss_nonfinite for r in checked),
             norm=norms[0] if len(norms) == 1 else math.hypot(*norms),
+            probe_amax=largest(r.probe_amax for r in checked),
         )
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
+        tell(self.params(), reading, self.state.scale)
         state = self.rule.advance(self.state, reading)
         if retry or self.stepped_without_some():
             state = state._replace(skips=self.state.skips if retry else 0)
@@ -372,13 +383,18 @@ class Track:
             self.skipped += bool(reading.checked)
         self.state = state._replace(scale=min(state.scale, self.ceiling))
 
+    def params(self) -> list[Tensor]:
+        """Those that this window has looked at."""
+        return [p for w in self.windows.values() for p in w.params]
+
     def stepped_without_some(self) -> bool:
         return self.spoiled and any(w.grads for w in self.windows.values())
 
     def facts(self, reading: Reading, loss: Any) -> Callable[[], Facts]:
         """What the journal wants to know of this window, after `advance`."""
         bad = bool(reading.nonfinite) and not self.stepped_without_some()
-        told = Facts(reading.amax, bad, reading.norm, loss, self.state.scale)
+        scale, probe = self.state.scale, reading.probe_amax
+        told = Facts(reading.amax, bad, reading.norm, loss, scale, probe)
         return lambda: told
 
     def scale_tensor(self) -> Tensor:

@@ -1,0 +1,59 @@
+"""What probes and lifts recorded inside the network, module by module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..formats import FP16
+from ..journal import Run
+
+MOST_MODULES = 40
+
+
+class Module(NamedTuple):
+    """One module's float16 gradients, over all steps that were looked at."""
+
+    name: str
+    headroom: float
+    """The fewest bits between its largest gradient and 65504; NaN if it was never above zero."""
+    zero: float
+    subnormal: float
+    near_max: float
+    lift: float
+    """What the last look found it lifted by; NaN without layerwise."""
+
+
+def modules(run: Run) -> list[Module]:
+    """Every module that was probed, the least headroom first.
+
+    >>> from gradlift.journal import Probe
+    >>> shares = {"elements": 8, "zero": 0.5, "subnormal": 0.0, "near_max": 0.0, "amax": 32752.0}
+    >>> modules(Run(probes=[Probe(0, {"body": shares})]))[0][:3]
+    ('body', 1.0, 0.5)
+    """
+    seen: dict[str, list[Mapping[str, Any]]] = {}
+    for probe in run.probes:
+        for name, shares in probe.modules.items():
+            if isinstance(shares, Mapping):
+                seen.setdefault(name, []).append(shares)
+    found = [_module(name, each) for name, each in seen.items()]
+    return sorted(found, key=lambda m: math.inf if math.isnan(m.headroom) else m.headroom)
+
+
+def _module(name: str, looks: list[Mapping[str, Any]]) -> Module:
+    peak = max((x for look in looks if 0 < (x := _number(look, "amax")) < math.inf), default=0.0)
+    zero, subnormal, near = (_mean(looks, what) for what in ("zero", "subnormal", "near_max"))
+    headroom = math.log2(FP16.max / peak) if peak else math.nan
+    return Module(name, headroom, zero, subnormal, near, _number(looks[-1], "lift"))
+
+
+def _mean(looks: list[Mapping[str, Any]], what: str) -> float:
+    known = [x for look in looks if not math.isnan(x := _number(look, what))]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _number(look: Mapping[str, Any], what: str) -> float:
+    value = look.get(what)
+    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,0 +1,271 @@
+""" "auto" on real float16 gradients: the scale is found at once, and no batch is lost."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from gradlift import Cause, Verdict
+from gradlift.errors import MisuseError
+from gradlift.rules import Headroom, parse
+from gradlift.torch import GradScaler, probe
+
+
+def make(seed=0, out=4):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, out))
+
+
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(32, 8, generator=g), torch.randint(4, (32,), generator=g)
+
+
+def closure_for(model, step, factor=1.0):
+    def closure():
+        x, y = batch(step)
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        return nn.functional.cross_entropy(out.float(), y) * factor
+
+    return closure
+
+
+def largest_sound_scale(model, step, factor=1.0):
+    """By trying: the largest power of two at which this batch's gradients are finite."""
+    for k in range(60, -60, -1):
+        model.zero_grad()
+        (closure_for(model, step, factor)() * 2.0**k).backward()
+        if all(torch.isfinite(p.grad).all() for p in model.parameters()):
+            model.zero_grad()
+            return 2.0**k
+    raise AssertionError("none")
+
+
+def story(scaler, model, steps, factor=lambda step: 1.0, retries=8, lr=0.05):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return [
+        scaler.train_step(
+            closure_for(model, step, factor(step)), optimizer, retries=retries, model=model
+        )
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("start", ["2^32", "2^0", "2^16", "2^-10", "2^40"])
+def test_from_any_start_the_first_batch_is_used_within_four_bits(start, device_path):
+    model = make()
+    limit = largest_sound_scale(model, 0)
+    scaler = GradScaler("cpu", rule=f"auto:init_scale={start}")
+    scaler._force_device_path = device_path
+    first, *rest = story(scaler, model, 20)
+    assert first.stepped
+    assert first.retries <= 4
+    assert limit / 16 <= first.scale <= limit
+    assert all(r.stepped for r in rest)
+    assert scaler.skipped_steps == 0
+
+
+def test_a_start_that_is_near_enough_costs_no_second_pass():
+    model = make()
+    limit = largest_sound_scale(model, 0)
+    (first,) = story(GradScaler("cpu", rule=parse(f"auto:init_scale={limit / 16}")), model, 1)
+    assert (first.stepped, first.retries) == (True, 0)
+
+
+def test_a_start_that_is_far_too_low_is_told_as_calibration():
+    told = []
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^0", on_event=told.append)
+    (result,) = story(scaler, make(), 1)
+    assert result.retries == len(told) > 0
+    assert {(e.what, e.detail["cause"]) for e in told} == {("retry", "CALIBRATION")}
+    assert told[0].detail["next_scale"] > 16 * told[0].detail["scale"]
+
+
+def test_a_spike_of_ten_bits_loses_nothing_and_is_soon_forgotten():
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    results = story(scaler, model, 400, lambda step: 2.0**10 if step == 50 else 1.0, lr=0.0)
+    assert all(r.stepped for r in results)
+    assert results[50].retries >= 1
+    assert sum(r.retries for r in results[60:]) <= 3
+    before, after = results[49].scale, results[399].scale
+    assert results[51].scale < before
+    assert after >= before / 4
+
+
+def test_a_dead_loss_moves_nothing():
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    results = story(scaler, model, 30, lambda step: math.nan if step == 20 else 1.0, lr=0.0)
+    assert [r.cause for r in results if not r.stepped] == [Cause.LOSS_NONFINITE]
+    assert results[20].retries == 0
+    assert results[21].scale == results[20].scale == results[19].scale
+
+
+def test_ten_thousand_steps_of_tiny_gradients():
+    """True gradients near 2^-30: float16 holds none of them without a scale."""
+    model = make()
+    tiny = 2.0**-28
+    limit = largest_sound_scale(model, 0, tiny)
+    assert limit >= 2.0**36
+    scaler = GradScaler("cpu", rule=f"auto:init_scale=2^16,max_scale={2.0**60}")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    retries = 0
+    for step in range(10_000):
+        closure = closure_for(model, step % 7, tiny)
+        result = scaler.train_step(closure, optimizer, retries=8, model=False)
+        assert result.stepped
+        assert result.scale >= limit / 64
+        retries += result.retries
+    assert retries <= 60  # six in a thousand
+
+
+def test_batches_without_gradient_signal_are_no_news():
+    """Reinforcement learning: a group of equal answers has no advantage, its gradient is zero."""
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    results = story(scaler, model, 60, lambda step: 0.0 if step % 3 else 1.0, lr=0.0)
+    scales = {r.scale for r in results[10:]}
+    assert all(r.stepped for r in results)
+    assert max(scales) / min(scales) <= 4
+
+
+# auto and auto:cautious
+
+
+def test_auto_is_cautious_until_something_retries():
+    scaler = GradScaler("cpu", rule="auto")
+    assert scaler._rule == parse("auto:cautious")
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.train_step(closure_for(model, 0), optimizer)
+    assert scaler._rule == parse("auto:cautious")
+    scaler.train_step(closure_for(model, 1), optimizer, retries=1, model=model)
+    assert scaler._rule == parse("auto")
+    assert scaler._tracks[None].rule == parse("auto")
+
+
+def test_settings_of_auto_hold_for_both_and_other_rules_stay_what_they_are():
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^3,band_bits=2")
+    assert scaler._rule == parse("auto:cautious,init_scale=2^3,band_bits=2")
+    assert scaler.get_scale() == 8.0
+    assert GradScaler("cpu", rule="auto:cautious")._rule == parse("auto:cautious")
+    assert GradScaler("cpu", rule="Auto : Cautious")._rule == parse("auto:cautious")
+    assert GradScaler("cpu", rule="headroom")._rule == Headroom()
+    assert GradScaler("cpu", rule=parse("auto"))._rule == parse("auto")
+
+
+# calibrate
+
+
+def everything(model):
+    weights = [p.detach().clone() for p in model.parameters()]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    return weights, grads, buffers, torch.get_rng_state(), random.getstate()
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("start", ["2^32", "2^0"])
+def test_calibrate_finds_the_scale_and_leaves_everything_as_it_was(start, device_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+    closure_for(model, 3)().backward()
+    model[0].bias.grad = None
+    limit = largest_sound_scale(make(), 0)
+    scaler = GradScaler("cpu", rule=f"auto:cautious,init_scale={start}")
+    scaler._force_device_path = device_path
+    calls = []
+
+    def closure():
+        calls.append(1)
+        return closure_for(model, 0)(), random.random() * 0 + model[0].weight.sum() * 0
+
+    before = everything(model)
+    scale = scaler.calibrate(closure, model=model)
+    assert same(everything(model), before)
+    assert scale == scaler.get_scale()
+    assert limit / 2**8 <= scale <= limit * 2
+    assert len(calls) <= 6
+    assert scaler.skipped_steps == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert scaler.train_step(closure, optimizer).stepped
+
+
+def test_calibrate_hears_probes():
+    found = {}
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+        if looks:
+            probe(model, every=100)
+        scaler = GradScaler("cpu", rule="auto:cautious")
+
+        def closure(model=model):
+            with torch.autocast("cpu", torch.float16):
+                return model(batch(0)[0] * 2.0**-10).float().abs().mean()
+
+        found[looks] = scaler.calibrate(closure, model=model)
+    assert found[True] < found[False]
+
+
+def test_calibrate_with_a_rule_that_halves_finds_its_way_down():
+    model = make()
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    assert scaler.calibrate(closure_for(model, 0), model=model) == largest_sound_scale(model, 0)
+
+
+def test_calibrate_works_on_float16_weights():
+    model = make().half()
+    x, y = batch(0)
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^32")
+
+    def closure():
+        return nn.functional.cross_entropy(model(x.half()).float(), y)
+
+    assert 2.0**8 < scaler.calibrate(closure, model=model) < 2.0**20
+
+
+def test_calibrate_tells_what_no_scale_can_cure():
+    model = make()
+    before = everything(model)
+    scaler = GradScaler("cpu", rule="auto")
+    with pytest.raises(MisuseError, match="whose loss is nan"):
+        scaler.calibrate(closure_for(model, 0, math.nan), model=model)
+    with pytest.raises(MisuseError, match="found no gradients"):
+        scaler.calibrate(closure_for(model, 0), model=make())
+    model.zero_grad()
+
+    def bad():
+        w = model[0].weight
+        return closure_for(model, 0)() + (w - w.detach()).abs().sqrt().sum()  # 0 * inf backwards
+
+    with pytest.raises(MisuseError, match="not finite even at scale"):
+        scaler.calibrate(bad, model=model)
+    assert same(everything(model), before)
+    assert not scaler._tracks[None].windows
+
+
+def test_calibrate_of_a_disabled_scaler_is_one():
+    assert GradScaler("cpu", enabled=False).calibrate(lambda: 1 / 0, model=make()) == 1.0
+
+
+def test_the_verdict_is_retry_while_it_calibrates():
+    told = []
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^32", on_event=told.append)
+    (result,) = story(scaler, make(), 1)
+    assert result.verdict is Verdict.APPLY
+    assert {e.detail["cause"] for e in told} <= {"OVERFLOW", "CALIBRATION"}
+    assert told[0].detail["cause"] == "OVERFLOW"

@@ -1,0 +1,289 @@
+"""Probes: what flows between modules, seen on sampled steps, without changing a bit of training."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from gradlift import Journal, read_journal
+from gradlift.errors import MisuseError, SettingsError
+from gradlift.reading import NAN, Reading
+from gradlift.torch import GradScaler, probe
+from gradlift.torch._probe import Watcher, largest, samples, watch
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(8), nn.Linear(8, 32)
+        self.act, self.narrow = nn.GELU(), nn.Linear(32, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x + self.narrow(self.act(self.wide(self.norm(x))))
+        return self.head(x)
+
+
+def data(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 8, generator=g), torch.randint(3, (16,), generator=g)
+
+
+def loss_of(model, seed=0):
+    x, y = data(seed)
+    with torch.autocast("cpu", torch.float16):
+        out = model(x)
+    return nn.functional.cross_entropy(out.float(), y)
+
+
+def train(model, scaler, steps, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def bits(model):
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def test_no_bit_of_training_changes():
+    plain, watched = make(), make()
+    probe(watched, every=3)
+    for model in (plain, watched):
+        train(model, GradScaler("cpu", init_scale=2.0**13), 30)
+    assert bits(plain) == bits(watched)
+
+
+def test_it_sees_the_peak_of_every_float16_gradient_at_a_module_border():
+    model, by_hand, held = make(), {}, {}
+    watched = probe(model, every=1)
+
+    def keep(name):
+        def hook(module, args, out):
+            held[name] = out
+            out.retain_grad()
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(keep(name))
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    scaler.scale(loss_of(model)).backward()
+    for name, out in held.items():
+        if out.dtype is torch.float16:
+            by_hand[name] = out.grad.abs().max().item()
+    assert {"wide", "act", "narrow", "head"} <= set(by_hand)
+    assert {n: watched.seen[n]["amax"] for n in ("head", "act")} == {
+        n: by_hand[n] for n in ("head", "act")
+    }
+    assert watched.peak() >= max(by_hand.values())
+    shares = watched.seen["act"]
+    grad = held["act"].grad
+    assert shares["elements"] == grad.numel()
+    assert shares["zero"] == (grad == 0).float().mean().item()
+
+
+def test_a_gradient_is_seen_where_it_still_is_float16():
+    """A linear layer's float32 input: its gradient was made in float16 and cast afterwards."""
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[1].weight.fill_(2.0**6)
+    watched = probe(model, every=1)
+    with torch.autocast("cpu", torch.float16):
+        out = model(torch.randn(2, 4))
+    assert out.dtype is torch.float16
+    out.float().sum().backward()
+    assert watched.seen["1"]["amax"] == 4 * 2.0**6  # what flows out below, not the 1.0 from above
+
+
+def test_gradients_that_never_were_float16_are_not_its_business():
+    model = make()
+    watched = probe(model, every=1)
+    x, y = data()
+    nn.functional.cross_entropy(model(x), y).backward()
+    assert watched.seen == {}
+    assert watched.peak() is NAN
+
+
+def test_only_sampled_passes_carry_hooks():
+    model = make()
+    watched = probe(model, every=4)
+    hooked = []
+    model.narrow.register_forward_pre_hook(
+        lambda m, a: hooked.append(len(model.wide._forward_hooks))
+    )
+    for _ in range(9):
+        loss_of(model)
+        assert not model.wide._forward_hooks
+    assert hooked == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    with torch.no_grad():
+        loss_of(model)
+    model.eval()
+    loss_of(model)
+    assert watched.calls == 9
+    watched.remove()
+    assert not model._forward_pre_hooks
+    watched.remove()
+
+
+def test_a_pass_that_fails_leaves_no_hooks():
+    model = make()
+    watched = probe(model, every=1)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 5))
+    assert not model.wide._forward_hooks
+    loss_of(model).backward()
+    assert watched.seen["head"]["amax"] > 0
+
+
+def test_after_an_overflow_the_next_pass_is_looked_at():
+    model = make()
+    watched = probe(model, every=100)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, scaler, 2, optimizer)
+    assert scaler.skipped_steps == 2
+    assert watched.again
+    scaler.update(2.0**8)
+    train(model, scaler, 2, optimizer)
+    assert not watched.again
+    assert math.isfinite(watched.seen["head"]["amax"])
+
+
+class Hidden(nn.Module):
+    """Inputs of 2^-8: activation gradients lie eight bits above those of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+
+    def forward(self, x):
+        return self.body(x * 2.0**-8)
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_the_rule_hears_of_what_no_parameter_shows(device_path):
+    skipped = {}
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = Hidden()
+        if looks:
+            probe(model, every=1)
+        scaler = GradScaler("cpu", rule="headroom:init_scale=2^4,margin_bits=1")
+        scaler._force_device_path = device_path
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(40):
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x).float().abs().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        skipped[looks] = scaler.skipped_steps
+    assert skipped[True] == 0
+    assert skipped[False] > 0
+
+
+def test_it_is_recorded(tmp_path):
+    model = make()
+    probe(model, every=5)
+    with Journal(tmp_path / "run.jsonl") as journal:
+        train(model, GradScaler("cpu", init_scale=2.0**10, journal=journal), 12)
+    run = read_journal(tmp_path / "run.jsonl")
+    assert [p.step for p in run.probes] == [0, 5, 10]
+    assert set(run.probes[0].modules) >= {"wide", "act", "narrow", "head"}
+    assert [s.step for s in run.steps if s.probe_amax > 0] == [0, 5, 10]
+    top = max(shares["amax"] for shares in run.probes[1].modules.values())
+    assert run.steps[5].probe_amax == top
+
+
+def test_copies_of_the_model_go_their_own_way():
+    model = make()
+    watched = probe(model, every=1)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(twin).backward()
+    assert watched.calls == 0
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    loss_of(model).backward()
+    assert watched.calls == 1
+
+
+def test_two_models_are_kept_apart():
+    one, two = make(1), make(2)
+    watched = {1: probe(one, every=1), 2: probe(two, every=1)}
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale(loss_of(two) * 2.0**4).backward()
+    scaler.scale(loss_of(one)).backward()
+    mine = watched[1].peak()
+    assert watched[2].peak() > mine
+    scaler.step(optimizer)
+    window = next(iter(scaler._tracks[None].windows.values()))
+    assert window.reading.probe_amax == mine
+    scaler.update()
+    assert not watched[1].looked
+    assert watched[2].looked
+    assert not set(samples(list(two.parameters()))) - set(watched[2].seen)
+
+
+def test_micro_batches_count_one_by_one():
+    model = make()
+    watched = probe(model, every=2)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    for seed in range(4):
+        scaler.scale(loss_of(model, seed)).backward()
+    # Of the first and the third, each what comes in from above and what goes out below.
+    assert len(watched.found["head"]) == 4
+
+
+def test_a_watcher_that_is_gone_is_not_asked():
+    class Loud(Watcher):
+        looked = True
+
+        def covers(self, params):
+            raise AssertionError("asked")
+
+    watch(Loud())
+    train(make(), GradScaler("cpu", init_scale=2.0**8), 1)
+
+
+def test_the_largest_of_numbers_and_tensors():
+    assert largest([NAN, NAN]) is NAN
+    assert largest([2.0, torch.tensor(3.0), 1.0]).item() == 3.0
+    assert largest([torch.tensor(3.0), 4.0, torch.tensor(1.0)]).item() == 4.0
+    assert largest([1.0, math.inf]) == math.inf
+
+
+def test_a_nan_on_the_way_is_an_infinite_peak():
+    model = make()
+    watched = probe(model, every=1)
+    (loss_of(model) * math.nan).backward()
+    assert watched.peak() == math.inf
+    watched.ended(Reading(True, math.inf), 1.0)
+    assert watched.again
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_is_checked(every):
+    with pytest.raises(SettingsError, match="every is"):
+        probe(make(), every=every)
+
+
+def test_a_model_is_wanted():
+    with pytest.raises(MisuseError, match=r"wants a torch.nn.Module"):
+        probe(list(make().parameters()))
