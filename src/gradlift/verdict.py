@@ -84,7 +84,7 @@ class Limits:
 
 
 NO_LIMITS = Limits()
-_FAR_OFF = 2.0**4  # a scale this much too low flushes few gradients: not worth a second try
+_FAR_OFF = 4.0  # with two bits of margin, up to 16 times too low is not worth a second try
 
 
 def decide(
@@ -100,7 +100,7 @@ def decide(
 
     After an overflow a retry is offered only where the rule answers with a lower scale: the same
     batch at the same scale would overflow again. A clean batch is tried again only if it was the
-    first that showed the gradients' size, and a scale more than 4 bits higher fits them.
+    first that showed the gradients' size, and a scale more than 4 times as large fits them.
 
     >>> from gradlift.rules import Backoff
     >>> rule = Backoff()

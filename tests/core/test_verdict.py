@@ -103,3 +103,18 @@ def test_result_reads_well():
     assert not StepResult(SKIP, Cause.FLOOR, 8.0).stepped
     said = str(StepResult(SKIP, Cause.UNKNOWN_NONFINITE, 8.0, retries=2))
     assert said == "skip (unknown non-finite) at scale 2^3, 2 retries"
+
+
+def test_the_first_batch_is_tried_again_where_a_far_larger_scale_fits():
+    rule = rules.parse("auto:init_scale=1")
+    start, tiny = rule.init(), Reading(nonfinite=False, amax=2.0**-20)
+    assert decide(tiny, start, rule) == (Verdict.APPLY, Cause.NONE)
+    assert decide(tiny, start, rule, retries_left=1) == (Verdict.RETRY, Cause.CALIBRATION)
+    dead = tiny._replace(loss_nonfinite=True)
+    assert decide(dead, start, rule, retries_left=1) == (Verdict.SKIP, Cause.LOSS_NONFINITE)
+    known = rule.advance(start, tiny)
+    assert decide(tiny, known, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)
+    near = Reading(nonfinite=False, amax=65504 / 2.0 ** (rule.margin_bits + 1))
+    assert decide(near, start, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)
+    classic = rules.parse("dynamic")  # learns nothing from a magnitude
+    assert decide(tiny, classic.init(), classic, retries_left=1) == (Verdict.APPLY, Cause.NONE)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conformance.suite import *  # noqa: F403
 
+from gradlift.rules import parse
 from gradlift.torch import GradScaler
 
 
@@ -26,7 +27,7 @@ class TorchDriver:
     fused = False
 
     def __init__(self, rule, **limits):
-        self.scaler = GradScaler("cpu", rule=rule, **limits)
+        self.scaler = GradScaler("cpu", rule=parse(rule), **limits)  # "auto" as it is
         self.scaler._force_device_path = self.device_path
         self.a = torch.nn.Parameter(torch.ones(4))
         self.b = torch.nn.Parameter(torch.ones(2))
