@@ -11,6 +11,7 @@ from gradlift import Cause, Verdict
 from gradlift.errors import MisuseError
 from gradlift.rules import Headroom, parse
 from gradlift.torch import GradScaler, probe
+from gradlift.torch._graph import never_half
 
 
 def make(seed=0, out=4):
@@ -72,7 +73,7 @@ def test_from_any_start_the_first_batch_is_used_within_four_bits(start, device_p
 def test_a_start_that_is_near_enough_costs_no_second_pass():
     model = make()
     limit = largest_sound_scale(model, 0)
-    (first,) = story(GradScaler("cpu", rule=parse(f"auto:init_scale={limit / 16}")), model, 1)
+    (first,) = story(GradScaler("cpu", rule=parse(f"auto:init_scale={limit / 8}")), model, 1)
     assert (first.stepped, first.retries) == (True, 0)
 
 
@@ -269,3 +270,76 @@ def test_the_verdict_is_retry_while_it_calibrates():
     assert result.verdict is Verdict.APPLY
     assert {e.detail["cause"] for e in told} <= {"OVERFLOW", "CALIBRATION"}
     assert told[0].detail["cause"] == "OVERFLOW"
+
+
+# which gradients count
+
+
+class Mixed(nn.Module):
+    """Under autocast the embedding is float32, the linear layer float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(2, 8), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+def mixed_reading(device_path, spoil=None):
+    torch.manual_seed(0)
+    model = Mixed()
+    with torch.no_grad():
+        model.words.weight.mul_(2.0**-6)
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^10")
+    scaler._force_device_path = device_path
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", torch.float16):
+        out = model(torch.zeros(512, dtype=torch.long))  # one word: its gradient is a sum of 512
+    scaler.scale(out.float().square().sum()).backward()
+    if spoil is not None:
+        getattr(model, spoil).weight.grad[0, 0] = math.inf
+    norm = scaler.clip_grad_norm_(optimizer, 1e9)
+    window = next(iter(scaler._tracks[None].windows.values()))
+    return model, window.reading, norm
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_amax_leaves_out_gradients_that_never_were_float16(device_path):
+    model, reading, norm = mixed_reading(device_path)
+    words, head = (p.grad for p in model.parameters())
+    assert words.abs().max() > 2 * head.abs().max()
+    assert float(reading.amax) == head.abs().max().item()
+    both = torch.cat([words.flatten(), head.flatten()]).double().norm() / 2**10
+    assert abs(float(norm) - both) < 1e-5 * both
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("spoil", ["words", "head"])
+def test_a_bad_gradient_is_seen_wherever_it_is(spoil, device_path):
+    _, reading, _ = mixed_reading(device_path, spoil=spoil)
+    assert bool(reading.nonfinite)
+
+
+def test_without_any_float16_all_gradients_count():
+    model = Mixed()
+    scaler = GradScaler("cpu", rule="auto")
+    scaler.scale(model(torch.zeros(512, dtype=torch.long)).square().sum()).backward()
+    scaler.clip_grad_norm_(torch.optim.SGD(model.parameters(), lr=0.1), 1e9)
+    window = next(iter(scaler._tracks[None].windows.values()))
+    assert window.reading.amax == max(p.grad.abs().max().item() for p in model.parameters())
+
+
+def test_what_a_custom_function_hides_may_be_float16():
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.half().float().sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g.half().float().expand(4)
+
+    w = nn.Parameter(torch.ones(4))
+    full, rest = never_half(Hidden.apply(w))
+    assert (full, rest) == ([], [w])

@@ -158,6 +158,7 @@ class DeviceTrack(Track):
             norm=norm or self.want_norm,
             amax=self.want_amax,
             clips=norm,
+            full=self.positions(window),
         )
         window.norm, window.has_norm = found.norm, norm or self.want_norm
         window.reading = self.agreed(
@@ -311,6 +312,7 @@ class DeviceTrack(Track):
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         tell(self.params(), reading, self.tensors.scale)
+        self.learned = True
         after = self.rule.advance(self.tensors, reading, torch)
         if retry or self.stepped_without_some():
             kept = self.tensors.skips if retry else torch.zeros_like(self.tensors.skips)

@@ -7,7 +7,7 @@ tensors on the device and nothing waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -158,24 +158,34 @@ def _finite_amax(grads: list[Tensor]) -> float:
 
 
 def device_look(
-    grads: list[Tensor], inverse: Tensor, *, norm: bool, amax: bool = False, clips: bool = False
+    grads: list[Tensor],
+    inverse: Tensor,
+    *,
+    norm: bool,
+    amax: bool = False,
+    clips: bool = False,
+    full: Set[int] = frozenset(),
 ) -> Look:
     """The accelerator's look: per-tensor peaks are exact, and everything stays on the device.
 
     Gradients on several devices are combined where `inverse` lies. If the norm `clips`, one that
-    leaves float32 (it takes elements above 1e19, as scaled) counts as non-finite.
+    leaves float32 (it takes elements above 1e19, as scaled) counts as non-finite. Gradients at the
+    positions `full` are no part of amax.
     """
     home = inverse.device
     devices = dict.fromkeys(g.device for g in grads)
-    peaks, norms, order = [], [], []
+    peaks, norms, order, tops = [], [], [], []
     for device in devices:
         indices = [i for i, g in enumerate(grads) if g.device == device and g.numel()]
         if not indices:
             continue
         here = [grads[i] for i in indices]
         order += indices
-        found = torch.stack([p.float() for p in torch._foreach_norm(here, math.inf)])
-        peaks.append(found.to(home, non_blocking=True))
+        each = [p.float() for p in torch._foreach_norm(here, math.inf)]
+        peaks.append(torch.stack(each).to(home, non_blocking=True))
+        if full:
+            half = [p for i, p in zip(indices, each) if i not in full]
+            tops += [torch.stack(half).to(home, non_blocking=True)] if half else []
         if norm:
             lengths = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
             norms.append(lengths.to(home, non_blocking=True))
@@ -192,7 +202,8 @@ def device_look(
             used = torch.maximum(used, total)  # NaN wins here as well
     top: Any = math.inf
     if amax:
-        top = torch.where(torch.isfinite(every), every, 0.0).max()
+        of = torch.cat(tops) if tops else every
+        top = torch.where(torch.isfinite(of), of, 0.0).max()
     return Look(not_finite(used), total, top, every, tuple(order))
 
 

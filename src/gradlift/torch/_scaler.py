@@ -19,9 +19,10 @@ from ._apply import Snapshot, is_fused, refuse, take_in
 from ._calibrate import calibrate
 from ._device import DeviceTrack
 from ._drop_in import DropIn, with_scale_allowed
+from ._graph import leaves
 from ._report import Told, learning_rate
 from ._retry import Replay, total
-from ._track import Track, Window, leaves
+from ._track import Track, Window
 
 
 class GradScaler(DropIn):

@@ -20,6 +20,7 @@ from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
 from ._agree import agree, alone
 from ._apply import folded_step, is_fused, take_in
 from ._gradients import multiply
+from ._graph import leaves, never_half
 from ._inspect import Look, collect, look
 from ._masters import MasterWeights
 from ._names import culprits
@@ -95,6 +96,9 @@ class Track:
         self.ceiling = math.inf
         self.steps = self.skipped = 0
         self.optimizers: dict[int, weakref.ref[Any]] = {}
+        self.full: dict[int, weakref.ref[Tensor]] = {}
+        """Parameters whose gradients never were float16: no part of amax."""
+        self.learned = False
         self.clear()
 
     def clear(self) -> None:
@@ -128,9 +132,23 @@ class Track:
         if loss.dtype is torch.float16:
             self.cap(_HALF_LOSS_CEILING)
         self.note(loss)
+        if self.want_amax and not self.learned:
+            self.learn(loss)
         self.calls += 1
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return wide * self.factor(loss.device)
+
+    def learn(self, loss: Tensor) -> None:
+        """In the first window: which gradients are float16's business?"""
+        full, rest = never_half(loss)
+        if rest:  # else nothing is float16, as far as one can see
+            self.full.update({id(p): weakref.ref(p) for p in full})
+        for p in rest:
+            self.full.pop(id(p), None)
+
+    def is_full(self, p: Tensor) -> bool:
+        ref = self.full.get(id(p))
+        return ref is not None and ref() is p
 
     def factor(self, device: torch.device) -> Any:
         return self.state.scale
@@ -243,7 +261,7 @@ class Track:
     def read(self, window: Window, norm: bool) -> None:
         inverse = 1 / self.state.scale
         norm = norm or self.want_norm
-        window.look = found = look(window.grads, inverse, amax=self.want_amax, norm=norm)
+        window.look = found = self.look_at(window, inverse, norm)
         if found.nonfinite:
             window.culprits = culprits(window.params, self.names)
         window.norm = found.norm
@@ -259,6 +277,23 @@ class Track:
                 probe_amax=self.probed(window),
             )
         )
+
+    def look_at(self, window: Window, inverse: float, norm: bool) -> Look:
+        full = self.positions(window)
+        if not full:
+            return look(window.grads, inverse, amax=self.want_amax, norm=norm)
+        rest = [g for i, g in enumerate(window.grads) if i not in full]
+        half = look(rest, inverse, amax=True, norm=norm)
+        other = look([window.grads[i] for i in full], inverse, amax=False, norm=norm)
+        bad = half.nonfinite or other.nonfinite
+        return Look(bad, math.nan if bad else math.hypot(half.norm, other.norm), half.amax)
+
+    def positions(self, window: Window) -> set[int]:
+        """Of the gradients that are no part of amax; none if that would leave nothing."""
+        if not self.full or not self.want_amax or isinstance(window.optimizer, MasterWeights):
+            return set()
+        full = {i for i, p in enumerate(window.params) if self.is_full(p)}
+        return full if len(full) < len(window.params) else set()
 
     @property
     def speaks_for_all(self) -> bool:
@@ -376,6 +411,7 @@ class Track:
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
         tell(self.params(), reading, self.state.scale)
+        self.learned = True
         state = self.rule.advance(self.state, reading)
         if retry or self.stepped_without_some():
             state = state._replace(skips=self.state.skips if retry else 0)
@@ -402,18 +438,3 @@ class Track:
 
     def skipped_steps(self) -> int:
         return self.skipped
-
-
-def leaves(loss: Tensor) -> list[Tensor]:
-    """The parameters below a loss, found by walking its graph."""
-    seen: set[Any] = set()
-    stack, leaves = [loss.grad_fn], []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(n for n, _ in node.next_functions)
-    return leaves

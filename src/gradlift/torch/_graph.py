@@ -1,0 +1,54 @@
+"""What a loss's graph tells about the parameters below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def leaves(loss: Tensor) -> list[Tensor]:
+    """The parameters below a loss."""
+    return list({id(p): p for p, _ in _edges(loss)}.values())
+
+
+def never_half(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters below a loss whose gradients are made in full precision, and all others.
+
+    An embedding or a norm under autocast is used in float32: however large its gradient, it cannot
+    overflow float16. What a custom function does inside cannot be seen, so it may be float16.
+
+    >>> linear, norm = torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2, bias=False)
+    >>> with torch.autocast("cpu", torch.float16):
+    ...     loss = linear(norm(torch.ones(1, 2))).float().sum()
+    >>> full, rest = never_half(loss)
+    >>> full[0] is norm.weight, rest[0] is linear.weight
+    (True, True)
+    """
+    params, half = {}, set()
+    for p, node in _edges(loss):
+        params[id(p)] = p
+        opaque = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if opaque or any(m.dtype is not torch.float32 for m in node._input_metadata):
+            half.add(id(p))
+    rest = [p for key, p in params.items() if key in half]
+    return [p for key, p in params.items() if key not in half], rest
+
+
+def _edges(loss: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter with each node of the graph that hands it a gradient."""
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for behind, _ in node.next_functions:
+            p = getattr(behind, "variable", None)
+            if p is None:
+                stack.append(behind)
+            else:
+                yield p, node
