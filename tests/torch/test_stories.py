@@ -799,7 +799,14 @@ def test_recording_changes_no_bit_and_the_run_replays(tmp_path, device_path):
 
 
 def test_public_names():
-    assert gradlift.torch.__all__ == ["GradScaler", "MasterWeights", "half_model"]
+    assert gradlift.torch.__all__ == [
+        "GradScaler",
+        "MasterWeights",
+        "find_scale",
+        "half_model",
+        "layerwise",
+        "probe",
+    ]
 
 
 def test_samples_are_of_the_gradients_as_scaled_even_if_unscaled_by_hand(tmp_path):

@@ -22,7 +22,7 @@ class Module(NamedTuple):
     subnormal: float
     near_max: float
     lift: float
-    """What the last look found it lifted by; NaN without layerwise."""
+    """What it was lifted by, when that was last recorded; NaN without layerwise."""
 
 
 def modules(run: Run) -> list[Module]:
@@ -46,7 +46,8 @@ def _module(name: str, looks: list[Mapping[str, Any]]) -> Module:
     peak = max((x for look in looks if 0 < (x := _number(look, "amax")) < math.inf), default=0.0)
     zero, subnormal, near = (_mean(looks, what) for what in ("zero", "subnormal", "near_max"))
     headroom = math.log2(FP16.max / peak) if peak else math.nan
-    return Module(name, headroom, zero, subnormal, near, _number(looks[-1], "lift"))
+    lifts = [x for look in looks if not math.isnan(x := _number(look, "lift"))]
+    return Module(name, headroom, zero, subnormal, near, lifts[-1] if lifts else math.nan)
 
 
 def _mean(looks: list[Mapping[str, Any]], what: str) -> float:

@@ -1,7 +1,8 @@
 """PyTorch: `GradScaler`, a drop-in for `torch.amp.GradScaler` that tells what happened.
 
 `MasterWeights` steps 16-bit weights in float32; `half_model` makes a model of such weights. `probe`
-looks at the gradients between modules, `find_scale` finds a static scale on a few batches.
+looks at the gradients between modules, `layerwise` lifts each block by what it needs, `find_scale`
+finds a static scale on a few batches.
 
 >>> import torch
 >>> from gradlift.torch import GradScaler
@@ -15,8 +16,9 @@ True
 
 from ._find_scale import find_scale
 from ._half import half_model
+from ._layerwise import layerwise
 from ._masters import MasterWeights
 from ._probe import probe
 from ._scaler import GradScaler
 
-__all__ = ["GradScaler", "MasterWeights", "find_scale", "half_model", "probe"]
+__all__ = ["GradScaler", "MasterWeights", "find_scale", "half_model", "layerwise", "probe"]

@@ -74,9 +74,11 @@ def tell(params: list[Tensor], reading: Reading, scale: Any) -> None:
 
 def samples(params: list[Tensor]) -> dict[str, dict[str, Any]]:
     """What anybody has to say about the modules of these parameters, since it was last asked."""
-    return {
-        name: shares for w in _watchers if w.covers(params) for name, shares in w.samples().items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for w in _watchers:
+        for name, shares in w.samples().items() if w.covers(params) else ():
+            found.setdefault(name, {}).update(shares)  # a block's lift beside a probe's shares
+    return found
 
 
 def largest(peaks: Iterable[Any]) -> Any:
