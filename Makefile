@@ -39,6 +39,8 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py
+	@$(BIN)/python benchmarks/controllers.py
+	@$(BIN)/python benchmarks/training.py
 	@$(BIN)/python benchmarks/report.py
 	@$(BIN)/python benchmarks/torch_step.py
 	@$(BIN)/python benchmarks/torch_masters.py
@@ -46,6 +48,8 @@ bench: $(VENV)/.test
 
 docs: $(VENV)/.test
 	@$(BIN)/python docs/draw_rules.py
+	@$(BIN)/python benchmarks/controllers.py
+	@$(BIN)/python docs/draw_auto.py
 
 # Light: enough for the example. torch goes first and alone: pinned by its exact version it takes
 # the CPU build, and what comes after finds it there.

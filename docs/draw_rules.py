@@ -14,7 +14,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from gradlift import Reading, rules
+from gradlift import Reading, Verdict, rules
+from gradlift.verdict import decide
 
 RULES = {
     "static": "static:2^10",
@@ -37,30 +38,39 @@ def peaks() -> list[float]:
     return noise
 
 
-def run(rule: rules.Rule) -> tuple[list[float], list[int]]:
-    """Scales used, as log2, and the steps that overflowed."""
-    state, used, lost = rule.init(), [], []
+def run(rule: rules.Rule, retries: int) -> tuple[list[float], list[int], list[int]]:
+    """Scales used, as log2, the steps that were lost, and those that were computed again."""
+    state, used, lost, again = rule.init(), [], [], []
     for step, peak in enumerate(peaks()):
-        scaled = 2.0**peak * state.scale
-        overflow = scaled >= 65520
-        used.append(math.log2(state.scale))
+        for left in range(retries, -1, -1):
+            scaled = 2.0**peak * state.scale
+            overflow = scaled >= 65520
+            reading = Reading(overflow, math.inf if overflow else scaled)
+            verdict, _ = decide(reading, state, rule, retries_left=left)
+            scale, state = state.scale, rule.advance(state, reading)
+            if verdict is not Verdict.RETRY:
+                break
+            again.append(step)
+        used.append(math.log2(scale))
         if overflow:
             lost.append(step)
-        state = rule.advance(state, Reading(overflow, math.inf if overflow else scaled))
-    return used, lost
+    return used, lost, sorted(set(again))
 
 
 def draw(name: str, text: str, folder: Path) -> None:
-    used, lost = run(rules.parse(text))
+    used, lost, again = run(rules.parse(text), 8 if text == "auto" else 0)
     figure, axes = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
     axes.plot([16 - p for p in peaks()], color="#c9ced6", lw=0.8, label="overflow above this")
     axes.step(range(STEPS), used, where="post", color="#1f6feb", lw=1.6, label="log2 of the scale")
     axes.plot(lost, [used[i] for i in lost], "x", color="#cf222e", ms=5, label=f"{len(lost)} lost")
+    if again:
+        label = f"{len(again)} computed again"
+        axes.plot(again, [used[i] for i in again], "o", color="#bc8700", ms=4, label=label)
     axes.set_ylim(3, 27)
     axes.set_xlim(0, STEPS)
     axes.set_xlabel("step")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=3, frameon=False, loc="upper right", fontsize=8)
+    axes.legend(ncols=4, frameon=False, loc="upper right", fontsize=8)
     axes.set_title(text, loc="left", fontsize=9, family="monospace")
     figure.savefig(folder / f"rule-{name}.svg", metadata={"Date": None})
     plt.close(figure)

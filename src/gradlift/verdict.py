@@ -84,7 +84,6 @@ class Limits:
 
 
 NO_LIMITS = Limits()
-_FAR_OFF = 4.0  # with two bits of margin, up to 16 times too low is not worth a second try
 
 
 def decide(
@@ -99,8 +98,9 @@ def decide(
     """What to do with a step that showed `reading`, and why. `state` is the one *before* it.
 
     After an overflow a retry is offered only where the rule answers with a lower scale: the same
-    batch at the same scale would overflow again. A clean batch is tried again only if it was the
-    first that showed the gradients' size, and a scale more than 4 times as large fits them.
+    batch at the same scale would overflow again. A clean batch is tried again only if the rule
+    wants to `recompute` it: it was the first to show how large gradients are, and a far larger
+    scale fits them.
 
     >>> from gradlift.rules import Backoff
     >>> rule = Backoff()
@@ -115,8 +115,7 @@ def decide(
     if not reading.checked:
         return Verdict.SKIP, Cause.NO_GRADIENTS
     if not reading.nonfinite and not reading.loss_nonfinite:
-        first = retries_left > 0 and not rule.calibrated(state)
-        if first and rule.advance(state, reading).scale > state.scale * _FAR_OFF:
+        if retries_left > 0 and rule.recompute(state, rule.advance(state, reading)):
             return Verdict.RETRY, Cause.CALIBRATION
         return Verdict.APPLY, Cause.NONE
 

@@ -83,7 +83,7 @@ def test_a_start_that_is_far_too_low_is_told_as_calibration():
     (result,) = story(scaler, make(), 1)
     assert result.retries == len(told) > 0
     assert {(e.what, e.detail["cause"]) for e in told} == {("retry", "CALIBRATION")}
-    assert told[0].detail["next_scale"] > 4 * told[0].detail["scale"]
+    assert told[0].detail["next_scale"] > 8 * told[0].detail["scale"]
 
 
 def test_a_spike_of_ten_bits_loses_nothing_and_is_soon_forgotten():

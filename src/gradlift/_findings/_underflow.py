@@ -15,7 +15,7 @@ LOOKED_AT = 200  # samples, evenly spread: more cost time and say the same
 LOST_LAYER = 0.9  # share of a layer's non-zero elements below float16's smallest normal number
 LOST_SHARE = 0.1  # of all elements: what a scale should be raised for
 WIDE = 0.01  # share below float16's smallest number that shows: never was in float16
-UNUSED_BITS = 8  # "auto" keeps 3 to 5 bits for what comes; above that a bit is simply not used
+UNUSED_BITS = 8  # "auto" keeps 3 to 6 bits for what comes; above that a bit is simply not used
 NEARLY_ALWAYS = 0.99  # of the steps
 
 _BOTTOM = round(math.log2(FP16.smallest_subnormal))

@@ -13,7 +13,8 @@ True
 
 from ._backoff import Backoff
 from ._fixed import Off, Static
-from ._headroom import Headroom, Histogram, LogMax
+from ._headroom import Headroom
+from ._magnitudes import Histogram, LogMax
 from ._presets import PRESETS, parse, preset
 from ._rule import Rule, ScaleState
 

@@ -1,4 +1,4 @@
-"""Rules that look at magnitudes: `Headroom`, `LogMax` and `Histogram`."""
+"""`Headroom`: the rule behind "auto"."""
 
 from __future__ import annotations
 
@@ -6,71 +6,67 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .._xp import NOTHING, ONE_BIT, UNKNOWN, namespace
+from .._xp import NOTHING, ONE_BIT, UNKNOWN
 from ..errors import SettingsError
 from ..formats import FP16, Format
 from ..reading import NAN, Reading
-from ._rule import Checked, Rule, ScaleState
+from ._magnitudes import Exponents, check_format, log2
+from ._rule import Checked, ScaleState
 
-_NUMBERS = namespace(None)
-
-
-def _log2(x: float) -> int:
-    """log2 of a setting, in 1/256 of a bit, as the rules see it."""
-    return int(_NUMBERS.log2(x))
-
-
-class _Bounded(Rule):
-    """A rule that works in exponents."""
-
-    @cached_property
-    def _lowest(self) -> int:
-        return _log2(self.min_scale) // ONE_BIT
-
-    @cached_property
-    def _highest(self) -> int:
-        return _log2(self.max_scale) // ONE_BIT
-
-    def _scale(self, exponent: Any, ns: Any) -> Any:
-        return ns.pow2(ns.minimum(ns.maximum(exponent, self._lowest), self._highest))
-
-
-def _format(rule: Any) -> None:
-    if not isinstance(rule.format, Format):
-        raise SettingsError(
-            f"{type(rule).__name__}: format is {rule.format!r}, expected a gradlift.formats.Format"
-        )
+_FINE = 256  # from 1/256 to 1/65536 of a bit: a slow leak must not round to a stop
+_BIT = ONE_BIT * _FINE
+_WIDE, _STEP = 8 * _BIT, 4 * _BIT  # a gap above this leaks faster; the most that one search adds
+_COLD, _BOLDER = 8, 6  # first jump of a search in bits before calibration; 2 after it
+_VISIBLE = -16  # log2 to which a remembered level is raised if all it left are zeros
 
 
 @dataclass(frozen=True)
-class Headroom(_Bounded):
-    """Keeps the largest gradient `margin_bits` below the format's largest number.
+class Headroom(Exponents):
+    """Keeps the true peak, of which the parameters show a part, just below the format's maximum.
 
-        level  <- max(log2(amax / scale), level - leak)          a leaky maximum; first: the amax
-        target  = floor(log2(format.max) - margin_bits - level)
-        up      if target exceeds log2(scale) by more than band_bits: go to target at once
-        down    if target is below log2(scale): go to target at once
-        overflow: the peak was at least log2(format.max) - log2(scale): level <- max(level, that);
-                  go down by 1, 2, 4, 8, ... bits while overflows follow one another
+        x      = log2(amax / scale) + ceil(log2(replicas))         what a finite reading shows
+        level <- max(x, level - leak - max(level - x - hold_bits, 0) / 4)         a leaky maximum
+        gap   <- max(gap - explore - max(gap - 8, 0) / 256, 0)     how far peaks lie above it
+        target = floor(log2(format.max) - level - gap)
+        log2(scale) <- the nearest to log2(scale) in [target - band_bits, target]
 
-    The first finite reading calibrates it: from any start one clean step is enough.
+    The first finite reading sets level = x, gap = margin_bits and log2(scale) = target: from any
+    start one finite reading is enough. What flows between layers may be larger than what arrives
+    at the parameters, so the gap is learned: it leaks away (that is how a higher scale is tried),
+    and an overflow gives it back.
 
-    `leak` is in 1/256 of a bit a step: 8 gives up one bit in 32 steps.
+        overflow: log2(scale) falls by 2, 4, 8, ... 32 bits while overflows follow one another
+                  (by 8, 16, 32 before anything finite was seen)
+        the finite reading after it: the peak was above log2(format.max) - s, where s is the
+                  lowest log2(scale) that overflowed, so
+                  gap <- max(gap, min(log2(format.max) - s - level + 1, gap + 4))
+                  and log2(scale) = target: back up as far as the evidence allows
+        probed:   h = log2(probe_amax / scale) - x, and so gap <- gap within [h, h + hold_bits]
+                  (h + margin_bits at least, if this is the first reading)
+        all zero: nothing is learned, and a search ends; if the level itself would be flushed,
+                  log2(scale) rises to where it is not; before anything finite was seen it
+                  rises by 16 bits, up to 2^24
+
+    A spike is forgotten by a quarter a step down to `hold_bits` above the present amax, then by
+    `leak`. `leak` and `explore` are in 1/65536 of a bit a finite step: 2048 is a bit in 32 steps.
 
     >>> from gradlift import Reading
     >>> rule = Headroom(init_scale=1)
     >>> rule.advance(rule.init(), Reading(nonfinite=False, amax=2.0**-10)).scale == 2**24
     True
 
-    State: level in 1/256 of a bit; spread is the next downward jump in bits; seen is 1 once
-    calibrated.
+    State: level and gap (in `spread`) in 1/65536 of a bit; clean is the last jump of a search in
+    bits, 0 if there is none; seen is 1 once calibrated.
     """
 
     format: Format = FP16
     init_scale: float = 2.0**16
     margin_bits: int = 1
     band_bits: int = 1
-    leak: int = 8
+    hold_bits: int = 2
+    leak: int = 2048
+    explore: int = 96
+    replicas: int = 1
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**40
 
@@ -79,170 +75,110 @@ class Headroom(_Bounded):
 
     def __post_init__(self) -> None:
         check = Checked(self)
-        _format(self)
+        check_format(self)
         check.bounds()
-        check.count("margin_bits", 0)
-        check.count("band_bits", 0)
-        check.count("leak", 1)
+        for bits in ("margin_bits", "band_bits", "hold_bits"):
+            if check.count(bits, 0) > 64:
+                raise SettingsError(f"Headroom: {bits} is {getattr(self, bits)}, expected 0 to 64")
+        for speed, least in (("leak", 1), ("explore", 0)):
+            if check.count(speed, least) > 64 * _BIT:
+                raise SettingsError(
+                    f"Headroom: {speed} is {getattr(self, speed)}, in 1/{_BIT} of a bit a step; "
+                    f"expected at most {64 * _BIT}"
+                )
+        check.count("replicas", 1)
 
     @cached_property
     def _top(self) -> int:
-        return _log2(self.format.max)
+        return log2(self.format.max) * _FINE
+
+    @cached_property
+    def _averaged(self) -> int:
+        """Bits by which one replica's gradient may exceed the average of all."""
+        return (self.replicas - 1).bit_length() * _BIT
+
+    @cached_property
+    def _margin(self) -> int:
+        return self.margin_bits * _BIT
+
+    @cached_property
+    def _hold(self) -> int:
+        return self.hold_bits * _BIT
+
+    @cached_property
+    def _far(self) -> float:
+        return 2.0 ** max(4 - self.margin_bits, 0)
 
     def init(self) -> ScaleState:
-        return ScaleState(self.init_scale, spread=1)
+        return ScaleState(self.init_scale, spread=self._margin)
+
+    def calibrated(self, state: ScaleState) -> Any:
+        """Has a finite reading been seen?
+
+        >>> Headroom().calibrated(Headroom().init())
+        False
+        """
+        return state.seen > 0
+
+    def recompute(self, before: ScaleState, after: ScaleState) -> Any:
+        """Is a batch read before calibration worth computing again, at the scale it led to?
+
+        Yes if the scale rose so far that it left more than 4 bits unused, or showed only zeros.
+
+        >>> from gradlift import Reading
+        >>> rule = Headroom()
+        >>> after = rule.advance(rule.init(), Reading(nonfinite=False, amax=2.0**-10))
+        >>> rule.recompute(rule.init(), after), rule.recompute(after, after)
+        (True, False)
+        """
+        return (before.seen == 0) & (after.scale > self._far * before.scale)
 
     def _respond(
         self, state: ScaleState, reading: Reading, overflow: Any, clean: Any, ns: Any
     ) -> ScaleState:
-        used = ns.log2(state.scale)
-        peak = ns.log2(reading.amax)
-        if reading.probe_amax is not NAN:  # the default: nothing was probed
-            probe = ns.log2(reading.probe_amax)
-            peak = ns.where(probe < UNKNOWN, ns.maximum(peak, probe), peak)
-        informed = ns.and_(clean, ns.and_(peak < UNKNOWN, peak > NOTHING))
-        calibrated = state.seen > 0
-
-        # Bounded, so that a long silence cannot run the integer over.
-        leaked = ns.maximum(state.level - self.leak, -512 * ONE_BIT)
-        level = ns.where(clean, leaked, state.level)
-        evidence = ns.where(overflow, self._top - used, peak - used)
-        telling = ns.or_(overflow, informed)
-        level = ns.where(
-            telling, ns.where(calibrated, ns.maximum(evidence, level), evidence), level
-        )
-        seen = ns.where(telling, 1, state.seen)
-
+        scale, jump, _, _, last, gap, seen = state
+        used = ns.log2(scale)
         now = used // ONE_BIT
-        target = (self._top - self.margin_bits * ONE_BIT - level) // ONE_BIT
-        band = ns.where(calibrated, self.band_bits, 0)
-        up = ns.and_(clean, ns.and_(seen > 0, target > now + band))
-        lower = ns.minimum(ns.where(overflow, now - state.spread, now), target)
-        down = ns.or_(overflow, ns.and_(clean, ns.and_(seen > 0, target < now)))
-        exponent = ns.where(up, target, ns.where(down, lower, now))
-        spread = ns.where(overflow, ns.minimum(state.spread * 2, 32), state.spread)
+        shown = ns.log2(reading.amax)
+        informed = ns.and_(clean, ns.and_(shown > NOTHING, shown < UNKNOWN))
+        searching = jump > 0
+        calibrated = seen > 0
+
+        x = (shown - used) * _FINE + self._averaged
+        stale = ns.maximum(last - x - self._hold, 0) // 4
+        level = ns.where(calibrated, ns.maximum(x, last - stale - self.leak), x)
+
+        # seen is 0 or 1: a product with it is a `where` that stays an int32 in every library.
+        stale = ns.maximum(gap - _WIDE, 0) // 256
+        gap = ns.maximum(gap - stale - seen * self.explore, 0)
+        if reading.probe_amax is not NAN:  # the default: nothing was probed
+            gap = self._probed(gap, reading.probe_amax, x + used * _FINE, seen, ns)
+        proven = ns.minimum(self._top - (now + jump - 1) * _BIT - level, gap + _STEP)
+        gap = ns.where(searching, ns.maximum(gap, proven), gap)
+
+        target = (self._top - level - gap) // _BIT
+        band = ns.where(searching, 0, seen * self.band_bits)
+        fitting = ns.minimum(ns.maximum(now, target - band), target)
+
+        fall = ns.where(searching, ns.minimum(jump * 2, 32), _COLD - seen * _BOLDER)
+        visible = ns.where(calibrated, _VISIBLE - last // _BIT, ns.minimum(now + 16, 24))
+        rise = ns.where(ns.and_(clean, shown == NOTHING), ns.maximum(visible, now), now)
+        exponent = ns.where(informed, fitting, ns.where(overflow, now - fall, rise))
+        exponent = ns.minimum(ns.maximum(exponent, self._lowest), self._highest)
+        fallen = ns.maximum(now - exponent, 1)
         return ScaleState(
-            self._scale(exponent, ns), level=level, spread=ns.where(clean, 1, spread), seen=seen
+            ns.pow2(exponent),
+            ns.where(overflow, fallen, ns.where(clean, 0, jump)),
+            0,
+            0,
+            ns.where(informed, level, last),
+            ns.where(informed, gap, state.spread),
+            ns.where(informed, 1, seen),
         )
 
-
-@dataclass(frozen=True)
-class LogMax(_Bounded):
-    """Fits a bell curve to log2(amax), keeps its upper tail in range (OpenSeq2Seq, repaired).
-
-        x      = log2(amax / scale), or log2_max after an overflow
-        mu    <- mu    + (x - mu)        / min(n, mean_window)
-        mad   <- mad   + (|x - mu| - mad) / min(n, spread_window)
-        scale  = 2^floor(log2_max - (mu + deviations * 1.2533 mad))
-
-    The original averaged 65536 instead of 16 on an overflow, which pinned the scale at its minimum
-    for thousands of steps, and took the deviation from squares; a mean absolute deviation (times
-    1.2533 for a bell curve) needs no square root, so it stays exact in integers.
-
-    >>> from gradlift import Reading
-    >>> rule = LogMax()
-    >>> rule.advance(rule.init(), Reading(nonfinite=False, amax=2.0**6)).scale
-    1024.0
-
-    State: level is mu, spread is mad (both in 1/65536 of a bit), seen counts up to spread_window.
-    """
-
-    init_scale: float = 1.0
-    log2_max: int = 16
-    deviations: float = 3.09
-    mean_window: int = 100
-    spread_window: int = 1000
-    min_scale: float = 1.0
-    max_scale: float = 2.0**14
-
-    name = "logmax"
-    magnitudes = True
-
-    def __post_init__(self) -> None:
-        check = Checked(self)
-        check.bounds()
-        check.number("deviations", power=False)
-        check.count("log2_max", 1)
-        check.count("mean_window", 1)
-        check.count("spread_window", 1)
-        if self.deviations > 16:
-            raise SettingsError(f"LogMax: deviations is {self.deviations!r}, expected at most 16")
-
-    def init(self) -> ScaleState:
-        return ScaleState(self.init_scale)
-
-    def _respond(
-        self, state: ScaleState, reading: Reading, overflow: Any, clean: Any, ns: Any
-    ) -> ScaleState:
-        fine = 256  # from 1/256 to 1/65536 of a bit: a slow average must not round to a stop
-        peak = ns.log2(reading.amax)
-        informed = ns.and_(clean, ns.and_(peak < UNKNOWN, peak > NOTHING))
-        telling = ns.or_(overflow, informed)
-        measured = (peak - ns.log2(state.scale)) * fine
-        x = ns.where(overflow, self.log2_max * ONE_BIT * fine, measured)
-        count = ns.minimum(state.seen + 1, max(self.mean_window, self.spread_window))
-        mean_n = ns.minimum(count, self.mean_window)
-        spread_n = ns.minimum(count, self.spread_window)
-        level = state.level + (x - state.level + mean_n // 2) // mean_n
-        off = ns.maximum(x - level, level - x)
-        spread = state.spread + (off - state.spread + spread_n // 2) // spread_n
-        # 1.2533 deviations in 1/256, applied to the spread in 1/256: no product leaves 32 bits.
-        tail = (spread // fine) * round(1.2533 * self.deviations * 256) // 256
-        exponent = (self.log2_max * ONE_BIT - level // fine - tail) // ONE_BIT
-        return state._replace(
-            scale=ns.where(telling, self._scale(exponent, ns), state.scale),
-            level=ns.where(telling, level, state.level),
-            spread=ns.where(telling, spread, state.spread),
-            seen=ns.where(telling, count, state.seen),
-        )
-
-
-@dataclass(frozen=True)
-class Histogram(Rule):
-    """Halves while too many gradients are near the top, doubles while there is room (PopART).
-
-        near   = format.max / 8
-        crowd  = share of |gradients| above near > max_share     (no share taken: amax > near)
-        halve  if overflow or crowd
-        double if not crowd and amax * 2^band_bits <= near
-        hold   otherwise: the dead band that the original lacks (band_bits=0 is the original)
-
-    >>> from gradlift import Reading
-    >>> rule = Histogram(init_scale=8)
-    >>> rule.advance(rule.init(), Reading(nonfinite=False, amax=9000.0, near_max_share=1e-3)).scale
-    4.0
-    """
-
-    format: Format = FP16
-    init_scale: float = 2.0**16
-    max_share: float = 1e-7
-    band_bits: int = 2
-    min_scale: float = 2.0**-24
-    max_scale: float = 2.0**40
-
-    name = "histogram"
-    magnitudes = True
-
-    def __post_init__(self) -> None:
-        check = Checked(self)
-        _format(self)
-        check.bounds()
-        check.count("band_bits", 0)
-        check.share("max_share")
-
-    def init(self) -> ScaleState:
-        return ScaleState(self.init_scale)
-
-    def _respond(
-        self, state: ScaleState, reading: Reading, overflow: Any, clean: Any, ns: Any
-    ) -> ScaleState:
-        near = self.format.max / 8
-        share = reading.near_max_share
-        unknown = ns.not_(share >= 0)
-        crowd = ns.or_(share > self.max_share, ns.and_(unknown, reading.amax > near))
-        halve = ns.or_(overflow, ns.and_(clean, crowd))
-        room = ns.and_(clean, ns.not_(crowd))
-        if self.band_bits:
-            room = ns.and_(room, reading.amax <= near / 2**self.band_bits)
-        scale = ns.where(halve, state.scale * 0.5, ns.where(room, state.scale * 2.0, state.scale))
-        return state._replace(scale=ns.maximum(ns.minimum(scale, self.max_scale), self.min_scale))
+    def _probed(self, gap: Any, probe: Any, peak: Any, seen: Any, ns: Any) -> Any:
+        probed = ns.log2(probe)
+        above = probed * _FINE - peak
+        least = above + self._margin - seen * self._margin
+        bounded = ns.maximum(ns.maximum(ns.minimum(gap, above + self._hold), least), 0)
+        return ns.where(ns.and_(probed > NOTHING, probed < UNKNOWN), bounded, gap)

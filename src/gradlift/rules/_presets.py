@@ -10,7 +10,8 @@ from ..errors import SettingsError
 from ..formats import find
 from ._backoff import Backoff, LateBackoff, WideningBackoff
 from ._fixed import Off, Static
-from ._headroom import Headroom, Histogram, LogMax
+from ._headroom import Headroom
+from ._magnitudes import Histogram, LogMax
 from ._rule import LARGEST, SMALLEST, Rule
 
 _UNBOUNDED = {"min_scale": SMALLEST, "max_scale": LARGEST}
@@ -20,7 +21,7 @@ PRESETS: dict[str, tuple[type[Rule], dict[str, Any]]] = {
     # ours
     "dynamic": (Backoff, {}),
     "auto": (Headroom, {}),
-    "auto:cautious": (Headroom, {"margin_bits": 3, "leak": 1}),
+    "auto:cautious": (Headroom, {"margin_bits": 2, "hold_bits": 4, "leak": 256, "explore": 24}),
     # peers: each has exactly the numbers, bounds and timing of the original
     "torch": (Backoff, _UNBOUNDED),
     "apex": (Backoff, {"min_scale": SMALLEST, "max_scale": 2.0**24}),

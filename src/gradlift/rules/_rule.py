@@ -85,9 +85,13 @@ class Rule:
             *(ns.like(ns.where(checked, new, old), old) for new, old in zip(after, state))
         )
 
-    def calibrated(self, state: ScaleState) -> bool:
-        """Does it know the gradients' size? If not, the first batch is worth a second try."""
+    def calibrated(self, state: ScaleState) -> Any:
+        """Does it know the gradients' size?"""
         return True
+
+    def recompute(self, before: ScaleState, after: ScaleState) -> Any:
+        """Is a clean batch worth a second try, since it was the first that showed their size?"""
+        return False
 
     def _respond(
         self, state: ScaleState, reading: Reading, overflow: Any, clean: Any, ns: Any
