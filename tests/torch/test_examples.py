@@ -72,7 +72,7 @@ def test_lifted_training_tells_what_happened(tmp_path):
     assert len(recorded.steps) == 8
     assert recorded.steps[-1].loss < recorded.steps[0].loss
     assert int(rows["skipped steps"]) == recorded.skipped == 0
-    assert recorded.steps[0].retries >= 4
+    assert recorded.steps[0].retries >= 2
     assert int(rows["batches recomputed"]) == sum(s.retries > 0 for s in recorded.steps)
     assert rows["causes"] == f"{len(recorded.events)} x overflow"
     assert float(rows["held-out loss"]) < recorded.steps[0].loss
