@@ -78,19 +78,19 @@ def table(title: str, *columns: str) -> Table:
 
 
 def trouble(events: list[Event]) -> Table:
-    """One row a step: what became of it, and which gradients were not finite at the last try."""
+    """One row a step: what became of it, and which gradients were not finite at the first try."""
     made = table("What went wrong", "step", "outcome", "cause", "scale", "culprits")
     for step, group in groupby(events, key=lambda event: event.step):
         happened = list(group)
         first, last = happened[0].detail, happened[-1].detail
         retries = sum(event.what == "retry" for event in happened)
         outcome = "skipped" if happened[-1].what == "skip" else "applied"
-        culprits = last["culprits"] or ["unknown"]
+        culprits = first["culprits"] or ["unknown"]
         more = f" + {len(culprits) - 1}" if len(culprits) > 1 else ""
         made.add_row(
             str(step),
             f"{outcome}, retried {retries} x",
-            last["cause"].lower(),
+            first["cause"].lower(),
             f"{power(first['scale'])} -> {power(last['next_scale'])}",
             culprits[0] + more,
         )
