@@ -118,6 +118,16 @@ def test_gradients_that_never_were_float16_are_not_its_business():
     assert watched.peak() is NAN
 
 
+def test_bfloat16_has_float32s_range_and_is_not_looked_at():
+    model = make()
+    watched = probe(model, every=1)
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    nn.functional.cross_entropy(out.float(), y).backward()
+    assert watched.peak() is NAN
+
+
 def test_only_sampled_passes_carry_hooks():
     model = make()
     watched = probe(model, every=4)
