@@ -178,9 +178,7 @@ class Layerwise(Watcher):
         """Shares of the gradient at each block's output, as lifted."""
         unread, self._unread = self._unread, {}
         return {
-            name: record.described()
-            for name, record in unread.items()
-            if record.part is not None
+            name: record.described() for name, record in unread.items() if record.part is not None
         }
 
     # state
