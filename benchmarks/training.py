@@ -36,8 +36,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from tasks import Task, all_tasks
 from torch import Tensor, nn
 
-from gradlift.torch import GradScaler
-from gradlift.torch import layerwise
+from gradlift.torch import GradScaler, layerwise
 
 LOOKS = 10  # at the flushed elements, in a run
 RETRIES = 6
