@@ -30,7 +30,7 @@ class Reading(NamedTuple):
     near_max_share: Any = NAN
     """Share of elements above an eighth of the format's largest number, NaN if not taken."""
     probe_amax: Any = NAN
-    """Largest finite |gradient| that flowed between modules, NaN if not probed."""
+    """Largest |gradient| that flowed between modules; inf if not finite, NaN if not probed."""
 
     def __str__(self) -> str:
         if not self.checked:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift import Cause, Reading, Verdict, rules
-from gradlift.errors import SettingsError
+from gradlift.errors import SettingsError, StateError
 from gradlift.rules import Headroom
 from gradlift.rules._rule import is_power_of_two
 from gradlift.verdict import decide
@@ -172,9 +172,9 @@ def test_start_at_1_with_gradients_that_float16_cannot_hold():
     assert rule.calibrated(state)
 
 
-def test_zeros_at_the_start_are_searched_up_to_2_to_the_24():
+def test_zeros_at_the_start_raise_the_scale_to_2_to_the_16_and_no_further():
     used, again, state = closed_loop(Headroom(init_scale=1), [None] * 5)
-    assert (used, again) == ([24] * 5, 2)
+    assert (used, again) == ([16] * 5, 1)
     assert not Headroom().calibrated(state)
 
 
@@ -363,3 +363,13 @@ def test_controllers_benchmark_runs_and_its_figures_are_those_of_a_plain_loop(tm
     assert row["lost"] == used.count(None) == 0
     assert row["retries"] == 1000 * again / len(used)
     assert row["unused"] == pytest.approx(sum(unused) / len(used), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"seen": 1000}, {"level": 2**31 - 1}, {"spread": -1}, {"spread": 2**31 - 1}, {"clean": 65}],
+)
+def test_a_state_that_it_could_not_have_made_is_refused(damage):
+    rule = rules.parse("auto")
+    with pytest.raises(StateError, match=next(iter(damage))):
+        rule.load({**rule.dump(rule.init()), **damage})

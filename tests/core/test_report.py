@@ -23,6 +23,7 @@ from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
 from gradlift.journal import Event, Probe, Run, Sample, Step, read_journal
 from gradlift.report import _charts, _html, _json, _text, _thinning
+from gradlift.report._modules import modules
 from gradlift.report._parameters import fate, parameters
 from gradlift.report._totals import totals
 
@@ -429,3 +430,11 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for name, content in written().items():
         (GOLDEN / name).write_text(content, encoding="utf-8")
+
+
+def test_a_module_that_overflowed_has_no_headroom_and_comes_first():
+    shares = {"elements": 8, "zero": 0.0, "subnormal": 0.0, "near_max": 0.0}
+    for inf in (math.inf, "inf"):  # in a run, and as read from a journal
+        seen = {"ok": {**shares, "amax": 1.0}, "bad": {**shares, "amax": inf}}
+        first, _ = modules(Run(probes=[Probe(0, seen)]))
+        assert (first.name, first.headroom) == ("bad", 0.0)

@@ -18,6 +18,9 @@ from gradlift.cli.watch import drawn, watch
 from gradlift.errors import JournalError
 from gradlift.journal import Run, Step
 
+# A suite that was started in the background ignores Ctrl-C, and its children would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SAMPLE = {
     "body": {"elements": 8, "zero": 0.25, "subnormal": 0.5, "exponents": {-30: 2, -20: 4}},
     "[b]head": {"elements": 4, "zero": 0.75, "exponents": {-3: 1}},

@@ -343,3 +343,96 @@ def test_what_a_custom_function_hides_may_be_float16():
     w = nn.Parameter(torch.ones(4))
     full, rest = never_half(Hidden.apply(w))
     assert (full, rest) == ([], [w])
+
+
+# what a hostile reader tried
+
+
+def test_sharp_starts_as_sharp_does_and_a_resumed_run_stays_sharp():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler, plain = GradScaler("cpu", rule="auto"), GradScaler("cpu", rule=parse("auto"))
+    for each in (scaler, plain):
+        each.train_step(closure_for(model, 0), optimizer, retries=4, model=model)
+    assert scaler._tracks[None].state == plain._tracks[None].state
+    again = GradScaler("cpu", rule="auto")
+    again.load_state_dict(scaler.state_dict())
+    assert again._rule == parse("auto")
+    gentle = GradScaler("cpu", rule="auto")
+    gentle.load_state_dict(GradScaler("cpu", rule="auto").state_dict())
+    assert gentle._rule == parse("auto:cautious")
+
+
+def test_calibrate_in_the_middle_of_a_window_is_refused():
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    scaler.scale(closure_for(model, 0)()).backward()
+    with pytest.raises(MisuseError, match="between scale\\(\\) and update\\(\\)"):
+        scaler.calibrate(closure_for(model, 0), model=model)
+
+
+def test_a_calibration_that_breaks_off_leaves_nothing_behind():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * math.nan
+
+        @staticmethod
+        def backward(ctx, g):
+            raise KeyboardInterrupt
+
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    with pytest.raises(KeyboardInterrupt):
+        scaler.calibrate(lambda: Broken.apply(closure_for(model, 0)()), model=model)
+    track = scaler._tracks[None]
+    assert (track.calls, track.losses, track.windows) == (0, [], {})
+
+
+@pytest.mark.parametrize("rule", ["popart", "dynamic:growth_interval=1", "auto", "auto:cautious"])
+def test_calibrate_ends_at_a_scale_that_it_has_tried(rule):
+    model = make()
+    calls = []
+    scaler = GradScaler("cpu", rule=parse(rule))
+
+    def closure():
+        calls.append(scaler.get_scale())
+        return closure_for(model, 0)()
+
+    scale = scaler.calibrate(closure, model=model)
+    assert scale in calls
+    assert scale <= largest_sound_scale(model, 0)
+    assert len(calls) <= 8
+
+
+def test_calibrate_puts_back_the_very_gradients():
+    model = make()
+    closure_for(model, 3)().backward()
+    before = [p.grad for p in model.parameters()]
+    GradScaler("cpu", rule="auto").calibrate(closure_for(model, 0), model=model)
+    assert all(p.grad is g for p, g in zip(model.parameters(), before))
+
+
+def test_zeros_at_first_do_not_cost_the_next_batch():
+    model = make()
+    scaler = GradScaler("cpu", rule="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for factor in (0.0, 0.0, 2.0**-4):
+        assert scaler.train_step(closure_for(model, 0, factor), optimizer).stepped
+
+
+def test_a_weight_that_is_cast_on_the_way_counts():
+    class Matmul(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    for layer in (Matmul(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))):
+        model = nn.Sequential(nn.LayerNorm(8), layer, nn.Linear(8, 1))
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.randn(16, 8)).float().mean()
+        full, _ = never_half(loss)
+        assert {id(p) for p in full} == {id(p) for p in model[0].parameters()}

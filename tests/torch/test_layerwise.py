@@ -1,6 +1,7 @@
 """Lifts change no bit of a float32 run, whatever the network; in float16 they save what is lost."""
 
 import copy
+import dataclasses
 import json
 import math
 import pickle
@@ -116,8 +117,9 @@ def test_the_check_finds_what_cannot_be_right(net):
 
 
 @pytest.mark.parametrize("net", WRONG)
-def test_what_the_check_finds_is_really_wrong(net):
-    """Without the check the gradients are wrong: it does not cry wolf."""
+def test_what_the_check_finds_is_really_wrong(net, monkeypatch):
+    """Without any check the gradients are wrong: it does not cry wolf."""
+    monkeypatch.setattr("gradlift.torch._layerwise.check_borders", lambda loss: None)
 
     def prepare(model):
         lifted = layerwise(model, check=False)
@@ -139,6 +141,56 @@ def test_a_tensor_that_is_kept_for_others_is_refused():
     layerwise(model)
     with pytest.raises(MisuseError, match=r"block '1' keeps a tensor with a gradient in 1\.extra"):
         model(*batches(1))
+
+
+class Router(nn.Module):
+    """Keeps a loss of its own in a list that nobody finds by looking at modules."""
+
+    kept = []
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = linear(), linear()
+
+    def forward(self, x):
+        gate = self.gate(x).softmax(-1)
+        Router.kept.append(gate.mean(0).square().sum())
+        return self.expert(x) * gate
+
+
+@dataclasses.dataclass
+class Out:
+    y: torch.Tensor
+
+
+class Boxed(nn.Module):
+    """Returns an object, so that the first batch's check sees no output."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.head = Router(), linear()
+
+    def forward(self, x):
+        return Out(self.head(self.router(x)))
+
+
+@pytest.mark.parametrize("way", ["list", "hook", "object"])
+def test_a_gradient_that_gets_into_a_block_by_a_side_door_is_refused(way):
+    """Seen in the graph of the loss, whatever the model returns and whoever kept the tensor."""
+    Router.kept.clear()
+    model = Boxed() if way == "object" else nn.Sequential(Router(), linear())
+    router = model.router if way == "object" else model[0]
+    caught = {}
+    router.gate.register_forward_hook(lambda m, a, out: caught.update(gate=out))
+    layerwise(model, [router])
+    scaler = GradScaler("cpu")
+    out = model(*batches(1))
+    out = out.y if way == "object" else out
+    scaler.scale(out.square().mean())  # alone it is fine
+    model(*batches(1))
+    extra = caught["gate"].square().mean() if way == "hook" else Router.kept[-1]
+    with pytest.raises(MisuseError, match=r"made inside block '(0|router)' is used outside of it"):
+        scaler.scale(out.square().mean() + extra)
 
 
 def test_a_batch_that_cannot_be_run_twice_is_told_and_trained_on():

@@ -12,6 +12,9 @@ import pytest
 
 from gradlift import Cause, Verdict, read_journal
 
+# A suite that was started in the background ignores Ctrl-C, and its children would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 LOOPS = ["gpt_loop.py", "image_loop.py", "gan_loop.py"]
 
@@ -412,3 +415,18 @@ for factor in (1.0, 1e36, 1.0):
     run = read_journal(recorded(tmp_path))
     assert [s.verdict for s in run.steps] == [Verdict.APPLY, Verdict.SKIP, Verdict.APPLY]
     assert not [e for e in run.events if e.what == "note"]
+
+
+def test_a_script_that_probes_is_recorded_too(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        SMALL
+        + "from gradlift.torch import layerwise, probe\nprobe(model, every=1)\nlayerwise(model)\n"
+        + "with torch.autocast('cpu', torch.float16):\n    out = model(torch.ones(2, 4))\n"
+        + "loss = out.float().mean()\n"
+        + "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()\n"
+    )
+    done = gradlift("run", "-q", "--no-report", script, cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    (seen,) = read_journal(recorded(tmp_path)).probes
+    assert {"0", "2"} <= set(seen.modules)

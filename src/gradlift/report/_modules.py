@@ -43,7 +43,8 @@ def modules(run: Run) -> list[Module]:
 
 
 def _module(name: str, looks: list[Mapping[str, Any]]) -> Module:
-    peak = max((x for look in looks if 0 < (x := _number(look, "amax")) < math.inf), default=0.0)
+    peaks = [x for look in looks if (x := _number(look, "amax")) > 0]
+    peak = min(max(peaks, default=0.0), FP16.max)  # inf: it overflowed, nothing was left
     zero, subnormal, near = (_mean(looks, what) for what in ("zero", "subnormal", "near_max"))
     headroom = math.log2(FP16.max / peak) if peak else math.nan
     lifts = [x for look in looks if not math.isnan(x := _number(look, "lift"))]
@@ -57,4 +58,6 @@ def _mean(looks: list[Mapping[str, Any]], what: str) -> float:
 
 def _number(look: Mapping[str, Any], what: str) -> float:
     value = look.get(what)
+    if value == "inf":  # as a journal has it
+        return math.inf
     return float(value) if isinstance(value, (int, float)) else math.nan

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from .._xp import NOTHING, ONE_BIT, UNKNOWN
-from ..errors import SettingsError
+from ..errors import SettingsError, StateError
 from ..formats import FP16, Format
 from ..reading import NAN, Reading
 from ._magnitudes import Exponents, check_format, log2
@@ -16,6 +16,7 @@ from ._rule import Checked, ScaleState
 _FINE = 256  # from 1/256 to 1/65536 of a bit: a slow leak must not round to a stop
 _BIT = ONE_BIT * _FINE
 _WIDE, _STEP = 8 * _BIT, 4 * _BIT  # a gap above this leaks faster; the most that one search adds
+_MOST = 512 * _BIT  # no level and no gap of float32 numbers goes beyond
 _COLD, _BOLDER = 8, 6  # first jump of a search in bits before calibration; 2 after it
 _VISIBLE = -16  # log2 to which a remembered level is raised if all it left are zeros
 
@@ -45,7 +46,7 @@ class Headroom(Exponents):
                   (h + margin_bits at least, if this is the first reading)
         all zero: nothing is learned, and a search ends; if the level itself would be flushed,
                   log2(scale) rises to where it is not; before anything finite was seen it
-                  rises by 16 bits, up to 2^24
+                  rises to 2^16
 
     A spike is forgotten by a quarter a step down to `hold_bits` above the present amax, then by
     `leak`. `leak` and `explore` are in 1/65536 of a bit a finite step: 2048 is a bit in 32 steps.
@@ -112,6 +113,16 @@ class Headroom(Exponents):
     def init(self) -> ScaleState:
         return ScaleState(self.init_scale, spread=self._margin)
 
+    def load(self, data: Any) -> ScaleState:
+        """As of any rule; and level, gap and search must be what this one could have made."""
+        state = super().load(data)
+        limits = {"clean": (0, 64), "seen": (0, 1), "spread": (0, _MOST), "level": (-_MOST, _MOST)}
+        for name, (low, high) in limits.items():
+            value = getattr(state, name)
+            if not low <= value <= high:
+                raise StateError(f"{name} is {value}, expected {low} to {high} from {self.name!r}")
+        return state
+
     def calibrated(self, state: ScaleState) -> Any:
         """Has a finite reading been seen?
 
@@ -161,7 +172,7 @@ class Headroom(Exponents):
         fitting = ns.minimum(ns.maximum(now, target - band), target)
 
         fall = ns.where(searching, ns.minimum(jump * 2, 32), _COLD - seen * _BOLDER)
-        visible = ns.where(calibrated, _VISIBLE - last // _BIT, ns.minimum(now + 16, 24))
+        visible = ns.where(calibrated, _VISIBLE - last // _BIT, 16)
         rise = ns.where(ns.and_(clean, shown == NOTHING), ns.maximum(visible, now), now)
         exponent = ns.where(informed, fitting, ns.where(overflow, now - fall, rise))
         exponent = ns.minimum(ns.maximum(exponent, self._lowest), self._highest)

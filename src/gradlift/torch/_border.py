@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ._sight import Sight
 
 Look = Callable[[Tensor], None] | None
+Border = tuple["Crossing", bool]
+"""Which call of a block; is it the side where gradients come in?"""
 _TAG = "_gradlift_half"
 
 
@@ -41,9 +43,16 @@ class _Factor(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, factor: float, before: Look, after: Look
+        ctx: Any,
+        x: Tensor,
+        dtype: torch.dtype,
+        factor: float,
+        before: Look,
+        after: Look,
+        border: Border,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.border = border
         ctx.factor, ctx.dtype, ctx.looks = factor, x.dtype, (before, after)
         return x.detach() if dtype is x.dtype else x.to(dtype)
 
@@ -52,7 +61,7 @@ class _Factor(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor | None) -> Any:
         if g is None:
-            return (None,) * 5
+            return (None,) * 6
         before, after = ctx.looks
         if before is not None:
             before(g)
@@ -63,15 +72,15 @@ class _Factor(torch.autograd.Function):
         out = out.to(ctx.dtype)
         if after is not None:
             after(out)
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 class _Written(torch.autograd.Function):
     """x, after the block has written to what it was given for x: x's past is the block's now."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inner: Tensor, factor: float) -> Tensor:
-        ctx.factor, ctx.dtype = factor, inner.dtype
+    def forward(ctx: Any, x: Tensor, inner: Tensor, factor: float, border: Border) -> Tensor:
+        ctx.factor, ctx.dtype, ctx.border = factor, inner.dtype, border
         ctx.mark_dirty(x)
         if x.dtype is not inner.dtype:  # else they share memory
             x.copy_(inner)
@@ -80,14 +89,16 @@ class _Written(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        return None, (g * ctx.factor).to(ctx.dtype), None
+        return None, (g * ctx.factor).to(ctx.dtype), None, None
 
 
 class Crossing:
     """One call of a block: what went in, with which lift. `look` is None unless it is sampled."""
 
-    def __init__(self, lift: float, look: Sight | None = None) -> None:
-        self.lift, self.look = lift, look
+    def __init__(self, name: str, lift: float, look: Sight | None = None) -> None:
+        self.name, self.lift, self.look = name, lift, look
+        self.wrote = False
+        """Has it written to an input? Then autograd may hide where its gradients come in."""
         self.entered: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.inner: dict[int, Tensor] = {}
         self.left: dict[int, tuple[Tensor, Tensor]] = {}
@@ -102,7 +113,7 @@ class Crossing:
             look = None
             if self.look is not None and dtype is torch.float16:
                 self.look.half, look = True, self.look.within
-            inside = _Factor.apply(x, dtype, 1 / self.lift, look, None)
+            inside = _Factor.apply(x, dtype, 1 / self.lift, look, None, (self, False))
             self.entered[id(x)] = (x, inside, inside._version)
             self.inner[id(inside)] = x
         return self.entered[id(x)][1]
@@ -120,7 +131,7 @@ class Crossing:
             half = y.dtype is torch.float16
             dtype = torch.float32 if half else y.dtype
             before, after = (self.look.arrived, self.look.output) if self.look else (None, None)
-            outside = _Factor.apply(y, dtype, self.lift, before, after)
+            outside = _Factor.apply(y, dtype, self.lift, before, after, (self, True))
             if half and self.look is not None:
                 self.look.half = True
             if half:
@@ -133,10 +144,11 @@ class Crossing:
         for x, inside, version in self.entered.values():
             if inside._version == version:
                 continue
+            self.wrote = True
             shared = x.dtype is inside.dtype  # then nothing is written now, and nothing spoilt
             keep = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
             with keep(x) if shared else contextlib.nullcontext():
-                _Written.apply(x, inside, self.lift)
+                _Written.apply(x, inside, self.lift, (self, True))
 
     def looking(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Inside, the block's own modules are looked at too, if it is sampled."""
@@ -162,7 +174,33 @@ class Crossing:
         if p.dtype is torch.float16:
             raise MisuseError(HALF_LEAF.format(f"a weight of shape {tuple(p.shape)}"))
         look = None if self.look is None else self.look.weight
-        return _Factor.apply(p, p.dtype, 1 / self.lift, look, None)
+        return _Factor.apply(p, p.dtype, 1 / self.lift, look, None, (self, False))
+
+
+def check_borders(loss: Tensor) -> None:
+    """MisuseError if a gradient gets into a block other than through what the block returned.
+
+    Seen from the loss, whatever leaves a block backwards must have come in by the same call.
+    """
+    seen: set[tuple[Any, Any]] = set()
+    stack: list[tuple[Any, Crossing | None]] = [(loss.grad_fn, None)]
+    while stack:
+        node, inside = stack.pop()
+        if node is None or (node, inside) in seen:
+            continue
+        seen.add((node, inside))
+        border = getattr(node, "border", None)
+        if border is not None:
+            crossing, entering = border
+            if not (entering or inside is crossing or crossing.wrote):
+                raise MisuseError(
+                    f"a tensor made inside block {crossing.name!r} is used outside of it, and is "
+                    "not what the block returned (kept in a list, caught by a hook, left on an "
+                    "object): its gradient would lack the block's lift. Let the block return it, "
+                    "keep it detached, or choose other blocks"
+                )
+            inside = crossing if entering else None
+        stack.extend((n, inside) for n, _ in node.next_functions)
 
 
 HALF_LEAF = (

@@ -251,9 +251,15 @@ class DropIn(torch.amp.GradScaler):
 
     def _sharpen(self) -> None:
         """Batches are retried from now on, so "auto" may go nearer to the edge."""
-        if self._sharp is not None:
-            self._use_rule(self._sharp)
-            self._sharp, self._settled = None, False
+        if self._sharp is None:
+            return
+        fresh = self._sharp.init()
+        for track in self._tracks.values():
+            state = track.numbers()
+            if not self._rule.calibrated(state):  # nothing but the other rule's own start
+                track.put(fresh._replace(scale=state.scale, skips=state.skips))
+        self._use_rule(self._sharp)
+        self._sharp, self._settled = None, False
 
     def _settle(self) -> None:
         """Ranks average their gradients: what is seen afterwards may have been that much larger."""

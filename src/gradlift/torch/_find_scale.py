@@ -47,15 +47,22 @@ def find_scale(
     if isinstance(margin_bits, bool) or not isinstance(margin_bits, int) or margin_bits < 0:
         raise SettingsError(f"margin_bits is {margin_bits!r}, expected a whole number, 0 or more")
     params, names = list(model.parameters()), named(model)
-    kept, looked_at = Replay(model, Parameters([])), Parameters(params)
+    kept, looked_at = Replay(model), Parameters(params)
+    held = [p.grad for p in params]
     run, probe = Run(), Probe(model, every=1)
     try:
         for i, batch in enumerate(batches):
             for p in params:
                 p.grad = None
             loss = total(loss_fn(model, batch))
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             found, _, grads = collect(looked_at, True)
+            if not grads:
+                raise MisuseError(
+                    "find_scale() found no gradients on model: its parameters are frozen, or the "
+                    "loss does not depend on them"
+                )
             seen = look([g.detach().cpu() for g in grads], 1.0, amax=True)
             top = float(probe.peak())
             probe.ended(Reading(seen.nonfinite, seen.amax), 1.0)
@@ -67,6 +74,8 @@ def find_scale(
     finally:
         probe.remove()
         kept.restore()
+        for p, grad in zip(params, held):
+            p.grad = grad
     if not run.steps:
         raise MisuseError("find_scale() was given no batches: pass a list of a few")
     if not run.samples:

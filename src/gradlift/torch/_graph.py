@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_FULL = ("Embedding", "Norm")  # operations that give their parameters' gradients in float32
+
 
 def leaves(loss: Tensor) -> list[Tensor]:
     """The parameters below a loss."""
@@ -18,7 +20,7 @@ def never_half(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters below a loss whose gradients are made in full precision, and all others.
 
     An embedding or a norm under autocast is used in float32: however large its gradient, it cannot
-    overflow float16. What a custom function does inside cannot be seen, so it may be float16.
+    overflow float16. Everything else may have been cast on the way, or inside a custom function.
 
     >>> linear, norm = torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2, bias=False)
     >>> with torch.autocast("cpu", torch.float16):
@@ -30,8 +32,8 @@ def never_half(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     params, half = {}, set()
     for p, node in _edges(loss):
         params[id(p)] = p
-        opaque = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if opaque or any(m.dtype is not torch.float32 for m in node._input_metadata):
+        known = any(word in node.name() for word in _FULL) and "WeightNorm" not in node.name()
+        if not known or any(m.dtype is not torch.float32 for m in node._input_metadata):
             half.add(id(p))
     rest = [p for key, p in params.items() if key in half]
     return [p for key, p in params.items() if key not in half], rest

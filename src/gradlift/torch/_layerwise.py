@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..errors import MisuseError, SettingsError, StateError
 from ..reading import NAN, Reading
 from ._blocks import choose
-from ._border import Crossing, mapped, widened
+from ._border import Crossing, check_borders, mapped, widened
 from ._levels import Level, dump, learn, load, tracker
 from ._lift_check import check_lifts, trial_lift
 from ._probe import Watcher, _watchers, largest, watch
@@ -96,7 +96,7 @@ class Layerwise(Watcher):
         """Everything goes its plain way: the check's first half, or removed."""
         self.unchecked = check
         self.rehearsing = False
-        self.sampling = self.again = self.settled = False
+        self.sampling = self.settled = self.unwalked = False
         self.passes = self.windows = 0
         self._called: set[str] = set()
         self._params = {id(p) for p in self.model.parameters()}
@@ -120,6 +120,7 @@ class Layerwise(Watcher):
         self.sampling = turn and not self.rehearsing
         self.passes += 1
         self._called.clear()
+        self.unwalked = self.sampling
         if self.sampling:
             self._params = {id(p) for p in self.model.parameters()}
 
@@ -146,8 +147,8 @@ class Layerwise(Watcher):
         self._called.add(block.name)
         lift = self._levels[block.name].lift
         if not self.sampling:
-            return Crossing(lift)
-        return Crossing(lift, Sight(self, block.name, block.module, lift))
+            return Crossing(block.name, lift)
+        return Crossing(block.name, lift, Sight(self, block.name, block.module, lift))
 
     # Watcher
 
@@ -161,11 +162,12 @@ class Layerwise(Watcher):
 
     def ended(self, reading: Reading, scale: Any) -> None:
         # Where an answer would have to be waited for, the next turn comes in its time.
-        self.again = isinstance(reading.nonfinite, bool) and reading.nonfinite
+        self.again = reading.nonfinite is True
         if not self.looked:
             return
         seen, used, dead = Record.read(self.records, scale, reading.loss_nonfinite)
-        self._unread, self.records, self.looked = self.records, {}, False
+        self._unread = self.records
+        self.forget()
         if dead:
             return
         self.windows += 1
@@ -173,6 +175,18 @@ class Layerwise(Watcher):
         moved = learn(self.rule, self._levels, seen, used, searching)
         self.settled = self.settled or not moved or not searching
         self.again |= moved
+
+    def forget(self) -> None:
+        self.records, self.looked = {}, False
+
+    def discard(self) -> None:
+        self._unread = {}
+
+    def scaled(self, loss: Tensor) -> None:
+        """No gradient may get into a block but through its border: else it lacks the lift."""
+        if self.unwalked:
+            self.unwalked = False
+            check_borders(loss)
 
     def samples(self) -> dict[str, dict[str, Any]]:
         """Shares of the gradient at each block's output, as lifted."""

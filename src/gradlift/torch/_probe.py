@@ -7,6 +7,7 @@ probes saw goes into `Reading.probe_amax`, and so into the rule.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from ..reading import NAN, Reading
 from ._statistics import describe
 
 SAMPLED = 2**16  # elements of a gradient that its shares are taken from; its peak is of all
+_PATIENCE = 3  # passes that show nothing, until the next turn has to be waited for
 _FAR = 12  # nodes of the graph behind a module's output: its own, of an ordinary layer
 _CAST = "ToCopyBackward0"
 _LEAF = "AccumulateGrad"
@@ -29,6 +31,10 @@ class Watcher:
 
     looked = False
     """Was anything looked at since the last window ended? Nothing else is asked if not."""
+    again = False
+    """Is the next pass to be looked at, whatever its number?"""
+    owner: Any = None
+    """Whose loss was scaled last: what is seen carries that scale."""
 
     def covers(self, params: list[Tensor]) -> bool:
         """Are these parameters of the watched network?"""
@@ -41,9 +47,18 @@ class Watcher:
     def ended(self, reading: Reading, scale: Any) -> None:
         """A window is over (or a try, before the next one), whose gradients carried `scale`."""
 
+    def forget(self) -> None:
+        """What was seen in this window carried another scale than anybody will ask for."""
+
+    def scaled(self, loss: Tensor) -> None:
+        """A loss of the watched network, or another one, is about to be differentiated."""
+
     def samples(self) -> dict[str, dict[str, Any]]:
         """Shares by module, for the journal; empty if there is nothing new."""
         return {}
+
+    def discard(self) -> None:
+        """What is not recorded yet is not to be."""
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -54,22 +69,42 @@ def watch(watcher: Watcher) -> None:
     _watchers.add(watcher)
 
 
-def watching(params: list[Tensor]) -> list[Watcher]:
-    """Those that have looked at the network of these parameters."""
-    return [w for w in _watchers if w.looked and w.covers(params)] if _watchers else []
+def claim(owner: Any, loss: Tensor) -> None:
+    """`owner` scales a loss: what backward shows from now on carries its scale, and no other's."""
+    for w in list(_watchers):
+        if w.owner is not owner:
+            w.forget()
+            w.owner = owner
+        w.scaled(loss)
 
 
-def probed(params: list[Tensor]) -> Any:
+def release(owner: Any) -> None:
+    """The owner begins anew: what was seen and not asked for is of no use any more."""
+    for w in list(_watchers):
+        if w.owner is owner:
+            w.forget()
+            w.owner = None
+
+
+def probed(owner: Any, params: list[Tensor]) -> Any:
     """The largest peak that anybody saw in this window; `NAN` itself if nobody looked."""
-    return largest(w.peak() for w in watching(params))
+    if not _watchers:
+        return NAN
+    seen = [w for w in _watchers if w.looked and w.owner is owner and w.covers(params)]
+    return largest(w.peak() for w in seen)
 
 
-def tell(params: list[Tensor], reading: Reading, scale: Any) -> None:
-    """A window is over: those who looked hear of it, and all who might look at the next one."""
+def tell(owner: Any, params: list[Tensor], reading: Reading, scale: Any, retry: bool) -> None:
+    """A window is over: those who looked hear of it, and all who might look at the next one. What
+    a try showed that is done again is not recorded: the next one will be."""
     bad = reading.nonfinite is True
     for w in list(_watchers):
-        if (w.looked or bad) and w.covers(params):
+        looked = w.looked and w.owner is owner
+        if (looked or bad or retry) and w.covers(params):
             w.ended(reading, scale)
+            if retry:
+                w.again = True
+                w.discard()
 
 
 def samples(params: list[Tensor]) -> dict[str, dict[str, Any]]:
@@ -134,8 +169,9 @@ class Probe(Watcher):
             raise MisuseError(f"probe() wants a torch.nn.Module, this is {type(model).__name__}")
         self.every = every
         self.calls = 0
-        self.again = False
-        """Is the next pass to be looked at, whatever its number?"""
+        self.fruitless = 0
+        """Passes in a row that were to be looked at, and showed nothing."""
+        self.failed = False
         self.found: dict[str, list[tuple[Any, Tensor, int]]] = {}
         """By module: peak, some of the elements, and how many there are, of each gradient."""
         self._seen: dict[str, dict[str, Any]] = {}
@@ -151,18 +187,23 @@ class Probe(Watcher):
 
     def _before(self, module: nn.Module, args: Any) -> None:
         """At each call of the model: is it this one's turn?"""
-        if module is not self._model() or not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling():
+            return
+        if module is not self._model() or not torch.is_grad_enabled():
             return
         turn = self.calls % self.every == 0 or self.again
         self.calls += 1
-        if turn:
-            self.again = False
+        if turn:  # a pass that is never differentiated shows nothing: then it is the next one's
+            self.fruitless += 1
+            self.again = self.fruitless < _PATIENCE
             self._attach(module)
 
     def _attach(self, model: nn.Module) -> None:
         self._detach()  # a pass that failed may have left some
         self._params = {id(p) for p in model.parameters()}
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
             label = name or type(model).__name__
             hook = self._after(label, leaf=not any(module.children()))
             self._handles.append(module.register_forward_hook(hook))
@@ -196,10 +237,17 @@ class Probe(Watcher):
         """In backward. A gradient that never was float16 cannot overflow there."""
         if g is None or g.dtype is not torch.float16 or g.numel() == 0:
             return
-        flat = g.detach().reshape(-1)
-        part = flat[:: -(-g.numel() // SAMPLED)].clone()
-        self.found.setdefault(name, []).append((peak_of(flat), part, g.numel()))
-        self.looked = True
+        try:
+            flat = g.detach().reshape(-1)
+            part = flat[:: -(-g.numel() // SAMPLED)].clone()
+            seen = peak_of(flat), part, g.numel()
+        except RuntimeError as error:  # inside vmap, or a nested tensor: not worth a broken run
+            if not self.failed:
+                self.failed = True
+                warnings.warn(f"probe: could not look at {name}: {error!r:.200}", stacklevel=2)
+            return
+        self.found.setdefault(name, []).append(seen)
+        self.looked, self.again, self.fruitless = True, False, 0
 
     # Watcher
 
@@ -211,8 +259,17 @@ class Probe(Watcher):
 
     def ended(self, reading: Reading, scale: Any) -> None:
         # Where an answer would have to be waited for, the next turn comes in its time.
-        self.again = isinstance(reading.nonfinite, bool) and reading.nonfinite
-        self._unread, self.found, self.looked = self.found, {}, False
+        if reading.nonfinite is True:
+            self.again, self.fruitless = True, 0
+        if self.found:
+            self._unread = self.found
+        self.forget()
+
+    def forget(self) -> None:
+        self.found, self.looked = {}, False
+
+    def discard(self) -> None:
+        self._unread = {}
 
     @property
     def seen(self) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ class _Labelled:
 
     def __init__(self, journal: Journal, label: str) -> None:
         self._journal, self._label = journal, label
-        self.describe, self.sample = journal.describe, journal.sample
+        self.describe, self.sample, self.probe = journal.describe, journal.sample, journal.probe
 
     def step(self, step: Step) -> None:
         key = "/".join(k for k in (self._label, step.key) if k)

@@ -31,6 +31,7 @@ def save(scaler: DropIn) -> dict[str, Any]:
         "gradlift": {
             "schema": SCHEMA,
             "rule": scaler._rule.name,
+            "sharp": scaler._sharp is None,
             **_own(scaler, None),
             "keys": {
                 key: {"scale": t.numbers().scale, "clean": t.numbers().clean, **_own(scaler, key)}
@@ -91,6 +92,9 @@ def load(scaler: DropIn, data: Any) -> None:
         counts[key] = _counts(entry)
     events = [_event(e) for e in told]
 
+    if own.get("sharp") is True:
+        scaler._sharpen()
+        rule = scaler._rule
     scaler._arguments = factors
     scaler._tracks = {None: scaler._tracks[None]}
     scaler._use_rule(rule)

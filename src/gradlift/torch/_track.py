@@ -24,7 +24,7 @@ from ._graph import leaves, never_half
 from ._inspect import Look, collect, look
 from ._masters import MasterWeights
 from ._names import culprits
-from ._probe import largest, probed, tell
+from ._probe import claim, largest, probed, release, tell
 
 HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
 _HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
@@ -103,6 +103,7 @@ class Track:
 
     def clear(self) -> None:
         """Begins a new window."""
+        release(self)
         self.windows: dict[int, Window] = {}
         self.calls = 0
         self.loss: Any = 0.0
@@ -132,6 +133,7 @@ class Track:
         if loss.dtype is torch.float16:
             self.cap(_HALF_LOSS_CEILING)
         self.note(loss)
+        claim(self, loss)
         if self.want_amax and not self.learned:
             self.learn(loss)
         self.calls += 1
@@ -302,7 +304,7 @@ class Track:
         return self.group is not None or alone()
 
     def probed(self, window: Window) -> Any:
-        return probed(window.params) if self.speaks_for_all else NAN
+        return probed(self, window.params) if self.speaks_for_all else NAN
 
     def agreed(self, reading: Reading) -> Reading:
         if self.group is None:
@@ -410,7 +412,7 @@ class Track:
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
-        tell(self.params(), reading, self.state.scale)
+        tell(self, self.params(), reading, self.state.scale, retry)
         self.learned = True
         state = self.rule.advance(self.state, reading)
         if retry or self.stepped_without_some():
