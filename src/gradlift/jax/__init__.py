@@ -1,0 +1,71 @@
+"""JAX: loss scaling as pure functions, inside `jit`, `scan` and `shard_map`, with optax.
+
+    Route A: the scaler goes in and out              Route B: the optimizer carries it
+    scaler = Scaler("auto")                          tx = wrap(optax.adamw(1e-3), "auto")
+    loss, grads, scaler, result = (                  grads = jax.grad(lambda p: scale_loss(
+        value_and_grad(f)(scaler, params, batch))        f(p, batch), opt_state))(params)
+    params, opt_state = apply(                       updates, opt_state = tx.update(
+        optimizer, grads, opt_state, params,             grads, opt_state, params, value=loss)
+        result)
+
+>>> import jax, jax.numpy as jnp, optax
+>>> import gradlift.jax as gl
+>>> params, optimizer = {"w": jnp.ones(3)}, optax.adam(0.1)
+>>> opt_state, scaler = optimizer.init(params), gl.Scaler("auto")
+>>> def loss_fn(params, x):
+...     return (params["w"].astype(jnp.float16) * x).astype(jnp.float32).sum()
+>>> @jax.jit
+... def step(params, opt_state, scaler, x):
+...     loss, grads, scaler, result = gl.value_and_grad(loss_fn, retries=5)(scaler, params, x)
+...     params, opt_state = gl.apply(optimizer, grads, opt_state, params, result, max_norm=1.0)
+...     return params, opt_state, scaler, result
+>>> params, opt_state, scaler, result = step(params, opt_state, scaler, jnp.ones(3, jnp.float16))
+>>> bool(result.stepped)
+True
+"""
+
+from ._apply import apply
+from ._grad import value_and_grad
+from ._inspect import culprits
+from ._log import enforce, log, log_inside
+from ._master import MasterState, master
+from ._peers import (
+    DynamicLossScale,
+    DynamicScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    all_finite,
+    select_tree,
+)
+from ._policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from ._scaler import Result, Scaler
+from ._wrap import WrapState, scale_loss, wrap
+
+__all__ = [
+    "Scaler",
+    "Result",
+    "value_and_grad",
+    "apply",
+    "wrap",
+    "WrapState",
+    "scale_loss",
+    "master",
+    "MasterState",
+    "Policy",
+    "get_policy",
+    "half_dtype",
+    "cast_to_half",
+    "cast_to_full",
+    "culprits",
+    "log",
+    "log_inside",
+    "enforce",
+    "all_finite",
+    "select_tree",
+    "LossScale",
+    "NoOpLossScale",
+    "StaticLossScale",
+    "DynamicLossScale",
+    "DynamicScale",
+]

@@ -1,0 +1,66 @@
+"""Float32 masters for 16-bit parameters, as an optax transformation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..errors import MisuseError
+
+
+class MasterState(NamedTuple):
+    """The masters, and the inner optimizer's state over them.
+
+    >>> master(optax.sgd(0.1)).init(jnp.ones(2, jnp.float16)).masters.dtype
+    dtype('float32')
+    """
+
+    masters: Any
+    inner: Any
+
+
+def master(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Steps float32 copies of the parameters; updates bring the 16-bit ones to the rounded masters.
+
+    `gradlift.jax.apply` rounds the masters into the parameters. Elsewhere the updates are the
+    differences, which `optax.apply_updates` adds in float32 and rounds: exact, but for a weight
+    that shrinks 2^13-fold in one step, which the next step then puts right.
+
+    >>> params = jnp.ones(1, jnp.float16)
+    >>> tx = master(optax.sgd(1e-4))
+    >>> state = tx.init(params)
+    >>> for _ in range(1000):                      # each step too small for float16 to notice
+    ...     updates, state = tx.update(-jnp.ones(1), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> params.dtype, bool(jnp.abs(params[0] - 1.1) < 1e-3)
+    (dtype('float16'), True)
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> MasterState:
+        masters = jax.tree.map(_wide, params)
+        return MasterState(masters, inner.init(masters))
+
+    def update(grads: Any, state: MasterState, params: Any = None, **more: Any) -> Any:
+        if params is None:
+            raise MisuseError(
+                "master(optimizer).update needs the parameters it is to move: call "
+                "update(grads, opt_state, params)"
+            )
+        wide = jax.tree.map(_wide, grads)
+        steps, moved = inner.update(wide, state.inner, state.masters, **more)
+        masters = optax.apply_updates(state.masters, steps)
+        updates = jax.tree.map(
+            lambda m, p: m.astype(p.dtype).astype(m.dtype) - _wide(p), masters, params
+        )
+        return updates, MasterState(masters, moved)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide(x: Any) -> Any:
+    narrow = hasattr(x, "dtype") and x.dtype in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32) if narrow else x
