@@ -182,6 +182,7 @@ class Scaler:
         After an overflow the same batch is computed again, up to `retries` times, at the lower
         scale: no batch is lost.
         """
+        sound = None  # a scale at which this batch was clean
         for tries in range(retries + 1):
             self._losses.clear()
             loss, grads = compute(self.get_scale())
@@ -192,6 +193,10 @@ class Scaler:
                 break
             before, after = self.state, self.rule.advance(self.state, reading)
             self.state = after._replace(skips=before.skips)  # a retry is no skip
+            if cause is Cause.CALIBRATION:
+                sound = before.scale
+            elif sound is not None and retries - tries == 1:
+                self.state = self.state._replace(scale=sound)  # the last try must not be lost
             self._event("retry", before.scale, cause, culprits(grads))
         return self._finish(weights, grads, update, max_norm, reading, verdict, cause, tries)
 

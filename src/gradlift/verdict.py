@@ -99,8 +99,8 @@ def decide(
 
     After an overflow a retry is offered only where the rule answers with a lower scale: the same
     batch at the same scale would overflow again. A clean batch is tried again only if the rule
-    wants to `recompute` it: it was the first to show how large gradients are, and a far larger
-    scale fits them.
+    wants to `recompute` it (it was the first to show how large gradients are, and a far larger
+    scale fits them) and one more try is left, to come back if it does not.
 
     >>> from gradlift.rules import Backoff
     >>> rule = Backoff()
@@ -115,7 +115,7 @@ def decide(
     if not reading.checked:
         return Verdict.SKIP, Cause.NO_GRADIENTS
     if not reading.nonfinite and not reading.loss_nonfinite:
-        if retries_left > 0 and rule.recompute(state, rule.advance(state, reading)):
+        if retries_left > 1 and rule.recompute(state, rule.advance(state, reading)):
             return Verdict.RETRY, Cause.CALIBRATION
         return Verdict.APPLY, Cause.NONE
 

@@ -109,12 +109,13 @@ def test_the_first_batch_is_tried_again_where_a_far_larger_scale_fits():
     rule = rules.parse("auto:init_scale=1")
     start, tiny = rule.init(), Reading(nonfinite=False, amax=2.0**-20)
     assert decide(tiny, start, rule) == (Verdict.APPLY, Cause.NONE)
-    assert decide(tiny, start, rule, retries_left=1) == (Verdict.RETRY, Cause.CALIBRATION)
+    assert decide(tiny, start, rule, retries_left=2) == (Verdict.RETRY, Cause.CALIBRATION)
+    assert decide(tiny, start, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)  # no way back
     dead = tiny._replace(loss_nonfinite=True)
-    assert decide(dead, start, rule, retries_left=1) == (Verdict.SKIP, Cause.LOSS_NONFINITE)
+    assert decide(dead, start, rule, retries_left=2) == (Verdict.SKIP, Cause.LOSS_NONFINITE)
     known = rule.advance(start, tiny)
-    assert decide(tiny, known, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)
+    assert decide(tiny, known, rule, retries_left=2) == (Verdict.APPLY, Cause.NONE)
     near = Reading(nonfinite=False, amax=65504 / 2.0**4)
-    assert decide(near, start, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)
+    assert decide(near, start, rule, retries_left=2) == (Verdict.APPLY, Cause.NONE)
     classic = rules.parse("dynamic")  # learns nothing from a magnitude
-    assert decide(tiny, classic.init(), classic, retries_left=1) == (Verdict.APPLY, Cause.NONE)
+    assert decide(tiny, classic.init(), classic, retries_left=2) == (Verdict.APPLY, Cause.NONE)

@@ -194,3 +194,14 @@ def test_a_vector_loss_in_float16_is_judged_by_its_elements():
     scaler, weights = gl.Scaler("static:1"), {"w": np.zeros(1, np.float32)}
     scaler.scale(np.full(2000, 100.0, np.float16))
     assert scaler.step(weights, {"w": np.float32([1.0])}, sgd).stepped
+
+
+@pytest.mark.parametrize("retries", range(7))
+def test_a_sound_first_batch_is_never_lost_by_trying_a_higher_scale(retries):
+    def compute(scale):  # finite up to 2^17, and far below that as far as amax shows
+        gradient = np.inf if scale > 2.0**17 else 6e-6 * scale
+        return 1.0, {"w": np.float32([gradient])}
+
+    scaler = gl.Scaler("auto")
+    result = scaler.train_step(compute, {"w": np.ones(1)}, lambda w, g: None, retries=retries)
+    assert result.stepped

@@ -436,3 +436,18 @@ def test_a_weight_that_is_cast_on_the_way_counts():
             loss = model(torch.randn(16, 8)).float().mean()
         full, _ = never_half(loss)
         assert {id(p) for p in full} == {id(p) for p in model[0].parameters()}
+
+
+@pytest.mark.parametrize("retries", range(7))
+def test_a_sound_first_batch_is_never_lost_by_trying_a_higher_scale(retries):
+    """Activation gradients 17 bits above those of the weights: no parameter shows them."""
+    w = nn.Parameter(torch.ones(4))
+
+    def closure():
+        return ((w.half() * torch.full((4,), 6e-6).half()).float() * 0.5).sum()
+
+    scaler = GradScaler("cpu", rule="auto")
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    result = scaler.train_step(closure, optimizer, retries=retries, model=False)
+    assert result.stepped
+    assert result.retries <= retries

@@ -59,11 +59,10 @@ def apply(
 
 def _moved(params: Any, updates: Any, opt_state: Any) -> Any:
     """The updated parameters; masters are rounded into them rather than met by an addition."""
-    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MasterState))
-    found = [s.masters for s in states if isinstance(s, MasterState)]
-    trees: list[Any] = [jax.tree.structure(x) for x in (*found, params)]
-    if len(found) == 1 and trees[0] == trees[1]:
-        return jax.tree.map(lambda m, p: m.astype(p.dtype), found[0], params)
+    chained = type(opt_state) is tuple and opt_state
+    last = opt_state[-1] if chained else opt_state  # what follows masters may change the updates
+    if isinstance(last, MasterState):
+        return jax.tree.map(lambda m, p: m.astype(p.dtype), last.masters, params)
     return optax.apply_updates(params, updates)
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..errors import MisuseError
+
 
 def _names(axis_name: Any) -> tuple[Any, ...]:
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
@@ -53,6 +55,12 @@ def averaged(grads: Any, axis_name: Any, loss: Any = None) -> Any:
         to_add = tuple(n for n in names if n in varying(g)) if tracked else names
         if loss is None:
             return lax.pmean(g, to_add) if to_add else g
+        if tracked and to_add:
+            raise MisuseError(
+                f"a parameter of shape {g.shape} is split along {to_add}: value_and_grad(..., "
+                "axis_name=...) averages gradients of parameters that all devices share. Use jit "
+                "with sharded arrays for split ones, without axis_name"
+            )
         g = lax.psum(g, to_add) if to_add else g
         return g / lax.psum(1, over) if over else g
 

@@ -65,10 +65,13 @@ devices decide alike |
         if accumulate:
             once = functools.partial(accumulated, once, argnums)
 
+        loss_type: Any = jnp.float32
+
         def attempt(scaler: Scaler) -> Any:
             """Loss, aux and scaled gradients at this scale; what they showed; the scaler there."""
-            loss, aux, local, dtype = once(scaler, args, kwargs)
-            scaler = scaler if off else scaler.capped(dtype)
+            nonlocal loss_type
+            loss, aux, local, loss_type = once(scaler, args, kwargs)
+            scaler = scaler if off else scaler.capped(loss_type)
             grads, shown, mean = local, None, loss
             if axis_name is not None:
                 grads, shown = _axis.averaged(local, axis_name, loss), local
@@ -83,6 +86,9 @@ devices decide alike |
             found = attempt(scaler)
         scaler, reading, loss, aux, grads = found
         after, result = finished(scaler, reading, loss, tries)
+        if not off:
+            after = after.capped(loss_type)
+            result = result._replace(next_scale=after.state.scale)
         if not off:
             grads = unscaled(grads, 1 / scaler.state.scale)
         if again:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.experimental import io_callback
@@ -14,6 +15,8 @@ from ..journal import Journal, Step
 from ..rules import ScaleState
 from ..verdict import Cause, Limits, Verdict, explain_halt
 from ._scaler import Result, Scaler
+
+_last: WeakKeyDictionary[Journal, int] = WeakKeyDictionary()
 
 
 def log(
@@ -76,9 +79,13 @@ def log_inside(journal: Journal, result: Result, step: Any) -> None:
     >>> [s.loss for s in read_journal(journal.path).steps]
     [0.0, 2.0, 4.0]
     """
-    io_callback(
-        lambda r, n: log(journal, Result(*r), int(n)), None, tuple(result), step, ordered=True
-    )
+
+    def tell(r: Any, n: Any) -> None:
+        if _last.get(journal) != int(n):  # under shard_map every device tells the same
+            _last[journal] = int(n)
+            log(journal, Result(*r), int(n))
+
+    io_callback(tell, None, tuple(result), step, ordered=True)
 
 
 def enforce(scaler: Scaler, result: Result, limits: Limits, step: int | None = None) -> None:

@@ -41,7 +41,8 @@ def master(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> MasterState:
-        masters = jax.tree.map(_wide, params)
+        # Copies, of float32 leaves too: parameters and state may be donated together.
+        masters = jax.tree.map(lambda p: jnp.array(_wide(p), copy=True), params)
         return MasterState(masters, inner.init(masters))
 
     def update(grads: Any, state: MasterState, params: Any = None, **more: Any) -> Any:

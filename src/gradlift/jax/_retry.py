@@ -32,17 +32,23 @@ def retried(attempt: Callable[[Scaler], Any], scaler: Scaler, retries: int) -> t
         return scaler, seen, loss, aux, still(grads)
 
     def again(carry: Any) -> Any:
-        tries, (scaler, seen, *_) = carry
-        return (tries < retries) & _worth_it(scaler, _reading(seen))
+        tries, _, (scaler, seen, *_) = carry
+        lower, far = _worth_it(scaler, _reading(seen))
+        return (lower & (tries < retries)) | (far & (tries < retries - 1))
 
     def body(carry: Any) -> Any:
-        tries, (scaler, seen, *_) = carry
+        tries, sound, (scaler, seen, *_) = carry
+        _, far = _worth_it(scaler, _reading(seen))
         after = advanced(scaler, _reading(seen)).state
-        after = after._replace(skips=scaler.state.skips)  # a retry is no skip
-        return tries + 1, carried(attempt(dataclasses.replace(scaler, state=after)))
+        sound = jnp.where(far, scaler.state.scale, sound)
+        last = ~far & (sound > 0) & (tries == retries - 1)  # it must not be lost
+        scale = jnp.where(last, sound, after.scale)
+        after = after._replace(scale=scale, skips=scaler.state.skips)  # a retry is no skip
+        return tries + 1, sound, carried(attempt(dataclasses.replace(scaler, state=after)))
 
-    start = jnp.int32(0), carried((first, reading, loss, aux, grads))
-    tries, (scaler, seen, loss, aux, grads) = lax.while_loop(again, body, start)
+    none = jnp.zeros_like(first.state.scale)  # the scale at which this batch was clean, if any
+    start = jnp.int32(0), none, carried((first, reading, loss, aux, grads))
+    tries, _, (scaler, seen, loss, aux, grads) = lax.while_loop(again, body, start)
     return tries, (scaler, _reading(seen), loss, aux, pack(grads))
 
 
@@ -51,12 +57,13 @@ def _reading(seen: Any) -> Reading:
     return Reading(nonfinite, amax, dead, norm=norm)
 
 
-def _worth_it(scaler: Scaler, reading: Reading) -> Any:
+def _worth_it(scaler: Scaler, reading: Reading) -> tuple[Any, Any]:
     """Does the rule answer an overflow with a lower scale, or want to recompute a clean batch?"""
     before, after = scaler.state, advanced(scaler, reading).state
     lower = reading.nonfinite & (after.scale < before.scale)
     far = ~reading.nonfinite & jnp.asarray(scaler.rule.recompute(before, after), bool)
-    return ~reading.loss_nonfinite & (lower | far)
+    alive = ~reading.loss_nonfinite
+    return alive & lower, alive & far
 
 
 def _packed(grads: Any) -> tuple[Callable[[Any], list[Any]], Callable[[list[Any]], Any]]:

@@ -46,7 +46,15 @@ def load(rule: Rule, data: Any) -> ScaleState:
             if name not in own:
                 raise StateError(f"this scaler state's 'gradlift' entry lacks {name!r}")
         fresh = {**fresh, "rule": own.get("rule"), **{name: own[name] for name in _HISTORY}}
+    if isinstance(rule, Backoff):
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            if data[name] != getattr(rule, name):
+                raise StateError(
+                    f"this scaler state was saved with {name}={data[name]!r}, this rule has "
+                    f"{getattr(rule, name)!r}: make the scaler with a rule of the same factors"
+                )
     scale = data["scale"]
-    if type(scale) is float and math.isfinite(scale) and scale > 0:
+    known = type(scale) is float and math.isfinite(scale) and scale > 0
+    if known and rule.min_scale < rule.max_scale:
         scale = min(max(scale, rule.min_scale), rule.max_scale)  # torch's scaler has no bounds
     return rule.load({**fresh, "scale": scale, "clean": data["_growth_tracker"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,8 @@ def wrap(
     """
     start = Scaler(rule)  # type: ignore[arg-type]
     inner = optax.with_extra_args_support(optimizer)
+    known = inspect.signature(inner.update).parameters.values()
+    takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in known)
     if max_norm is not None:
         checked_norm(max_norm)
 
@@ -66,7 +69,8 @@ def wrap(
         _, result = finished(fresh, read(fresh, None, None), None)
         if isinstance(start.rule, Off):  # "stepped", since Off never says no
             result = result._replace(stepped=jnp.zeros((), bool))
-        return WrapState(inner.init(params), fresh, result)
+        # Buffers of their own: a state may be donated.
+        return WrapState(inner.init(params), *jax.tree.map(jnp.copy, (fresh, result)))
 
     def update(
         grads: Any, state: WrapState, params: Any = None, *, value: Any = None, **more: Any
@@ -84,7 +88,7 @@ def wrap(
         reading = read(scaler, grads, value, axis_name, local)
         told = value if value is None or axis_name is None else _axis.mean(value, axis_name)
         after, result = finished(scaler, reading, told)
-        if value is not None:
+        if value is not None and takes_value:
             more["value"] = value
         if off:
             if max_norm is not None:

@@ -342,6 +342,7 @@ step in `update()`) |
         if retries:
             self._sharpen()
         kept = Replay(model, optimizer) if retries and self._active else None
+        sound = None  # a scale at which this batch was clean
         for tries in range(retries + 1):
             optimizer.zero_grad(set_to_none=True)
             self.scale(total(closure()), key=key).backward()
@@ -352,7 +353,11 @@ step in `update()`) |
             self._finish(track, window, window.reading, ((), {}), retries - tries, tries)
             if window.verdict is not Verdict.RETRY:
                 break
+            if window.cause is Cause.CALIBRATION:
+                sound = track.numbers().scale
             track.advance(track.combined(), retry=True)
+            if sound is not None and window.cause is not Cause.CALIBRATION and retries - tries == 1:
+                track.put(track.numbers()._replace(scale=sound))  # the last try must not be lost
             self._report.event(track.key, track.steps, self._result, track.numbers().scale)
             track.clear()
             kept.restore()
