@@ -92,7 +92,7 @@ def load(scaler: DropIn, data: Any) -> None:
         counts[key] = _counts(entry)
     events = [_event(e) for e in told]
 
-    if own.get("sharp") is True:
+    if own.get("sharp") is True and scaler._sharp is not None:
         scaler._sharpen()
         rule = scaler._rule
     scaler._arguments = factors
