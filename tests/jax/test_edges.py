@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gradlift.jax as gl
-from gradlift.errors import StateError
+from gradlift.errors import MisuseError, StateError
 
 
 def hidden(w, x):
@@ -129,3 +129,11 @@ def test_on_four_devices_a_step_is_written_once_and_split_parameters_are_refused
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
     )
     assert done.stdout == "told\n", done.stderr
+
+
+def test_apply_refuses_what_is_no_gradient_by_name():
+    params = {"w": jnp.ones(2)}
+    *_, result = gl.value_and_grad(lambda p: p["w"].sum())(gl.Scaler("static:8"), params)
+    optimizer = optax.sgd(0.1)
+    with pytest.raises(MisuseError, match=r"\['w'\] is int32"):
+        gl.apply(optimizer, {"w": jnp.arange(2)}, optimizer.init(params), params, result)

@@ -45,6 +45,7 @@ def apply(
     results = [result] if isinstance(result, Result) else list(result)
     if not results or not all(isinstance(r, Result) for r in results):
         raise MisuseError("apply() wants the result of value_and_grad, or a list of results")
+    leaves_of(grads)  # refuses what is no gradient, by name
     if max_norm is not None:
         grads = unscaled(grads, coefficient(checked_norm(max_norm), norm_of(grads, results)))
     stepped = functools.reduce(jnp.logical_and, [r.stepped for r in results])

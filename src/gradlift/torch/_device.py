@@ -311,7 +311,7 @@ class DeviceTrack(Track):
         return all_of._replace(nonfinite=True) if self.spoiled else all_of
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
-        tell(self, self.params(), reading, self.tensors.scale, retry)
+        tell(self, reading, self.tensors.scale, retry)
         self.learned = True
         after = self.rule.advance(self.tensors, reading, torch)
         if retry or self.stepped_without_some():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,29 @@ def never_half(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             half.add(id(p))
     rest = [p for key, p in params.items() if key in half]
     return [p for key, p in params.items() if key not in half], rest
+
+
+class FullPrecision:
+    """The parameters of a run whose gradients never were float16: no part of amax."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, weakref.ref[Tensor]] = {}
+
+    def learn(self, loss: Tensor) -> None:
+        """From the graph of a loss; one use in float16 is enough to count."""
+        full, rest = never_half(loss)
+        if rest:  # else nothing is float16, as far as one can see
+            self.known.update({id(p): weakref.ref(p) for p in full})
+        for p in rest:
+            self.known.pop(id(p), None)
+
+    def positions(self, params: list[Tensor]) -> set[int]:
+        """Of those among `params`; none if that would leave nothing."""
+        known = self.known
+        if not known:
+            return set()
+        full = {i for i, p in enumerate(params) if id(p) in known and known[id(p)]() is p}
+        return full if len(full) < len(params) else set()
 
 
 def _edges(loss: Tensor) -> Iterator[tuple[Tensor, Any]]:

@@ -94,10 +94,12 @@ def probed(owner: Any, params: list[Tensor]) -> Any:
     return largest(w.peak() for w in seen)
 
 
-def tell(owner: Any, params: list[Tensor], reading: Reading, scale: Any, retry: bool) -> None:
+def tell(owner: Any, reading: Reading, scale: Any, retry: bool) -> None:
     """A window is over: those who looked hear of it, and all who might look at the next one. What
     a try showed that is done again is not recorded: the next one will be."""
-    bad = reading.nonfinite is True
+    if not _watchers:
+        return
+    bad, params = reading.nonfinite is True, owner.params()
     for w in list(_watchers):
         looked = w.looked and w.owner is owner
         if (looked or bad or retry) and w.covers(params):

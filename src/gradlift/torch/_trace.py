@@ -6,10 +6,11 @@ import contextlib
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..journal import Event, Journal
 from ..verdict import Cause
+from ._probe import tensors
 from ._retry import Replay
 
 
@@ -61,9 +62,9 @@ class Tracer:
         del self.calls[: seen[-1] + 1 if seen else 0]  # called again: a new iteration
         modes = [
             torch.autocast(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d))
-            for d in {"cpu", *(t.device.type for t in _tensors((args, kwargs)))}
+            for d in {"cpu", *(t.device.type for t in tensors((args, kwargs)))}
         ]
-        versions = [t._version for t in _tensors((args, kwargs))]
+        versions = [t._version for t in tensors((args, kwargs))]
         self.calls.append(Call(module, args, kwargs, Replay(module), modes, versions))
 
     def __call__(self, event: Event) -> None:
@@ -74,7 +75,7 @@ class Tracer:
             if kind := _kind((call.args, call.kwargs)):
                 self._tell(event.step, "(input)", kind, "input")
                 return
-            if [t._version for t in _tensors((call.args, call.kwargs))] != call.versions:
+            if [t._version for t in tensors((call.args, call.kwargs))] != call.versions:
                 self._note(event.step, "an input was changed in place since")
                 return
             self.again(call, event.step)
@@ -108,17 +109,9 @@ class Tracer:
         self.journal.event("trace", step, module=module, found=kind, where=where)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
-
-
 def _kind(value: Any) -> str:
     """ "nan" or "inf" if any tensor in it is not finite, else ""."""
-    for t in _tensors(value):
+    for t in tensors(value):
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             return "nan" if bool(torch.isnan(t).any()) else "inf"
     return ""

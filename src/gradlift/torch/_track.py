@@ -20,7 +20,7 @@ from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
 from ._agree import agree, alone
 from ._apply import folded_step, is_fused, take_in
 from ._gradients import multiply
-from ._graph import leaves, never_half
+from ._graph import FullPrecision, leaves
 from ._inspect import Look, collect, look
 from ._masters import MasterWeights
 from ._names import culprits
@@ -96,8 +96,7 @@ class Track:
         self.ceiling = math.inf
         self.steps = self.skipped = 0
         self.optimizers: dict[int, weakref.ref[Any]] = {}
-        self.full: dict[int, weakref.ref[Tensor]] = {}
-        """Parameters whose gradients never were float16: no part of amax."""
+        self.full = FullPrecision()
         self.learned = False
         self.clear()
 
@@ -135,22 +134,10 @@ class Track:
         self.note(loss)
         claim(self, loss)
         if self.want_amax and not self.learned:
-            self.learn(loss)
+            self.full.learn(loss)
         self.calls += 1
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return wide * self.factor(loss.device)
-
-    def learn(self, loss: Tensor) -> None:
-        """In the first window: which gradients are float16's business?"""
-        full, rest = never_half(loss)
-        if rest:  # else nothing is float16, as far as one can see
-            self.full.update({id(p): weakref.ref(p) for p in full})
-        for p in rest:
-            self.full.pop(id(p), None)
-
-    def is_full(self, p: Tensor) -> bool:
-        ref = self.full.get(id(p))
-        return ref is not None and ref() is p
 
     def factor(self, device: torch.device) -> Any:
         return self.state.scale
@@ -291,11 +278,10 @@ class Track:
         return Look(bad, math.nan if bad else math.hypot(half.norm, other.norm), half.amax)
 
     def positions(self, window: Window) -> set[int]:
-        """Of the gradients that are no part of amax; none if that would leave nothing."""
-        if not self.full or not self.want_amax or isinstance(window.optimizer, MasterWeights):
+        """Of the gradients that are no part of amax."""
+        if not self.want_amax or isinstance(window.optimizer, MasterWeights):
             return set()
-        full = {i for i, p in enumerate(window.params) if self.is_full(p)}
-        return full if len(full) < len(window.params) else set()
+        return self.full.positions(window.params)
 
     @property
     def speaks_for_all(self) -> bool:
@@ -412,7 +398,7 @@ class Track:
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
-        tell(self, self.params(), reading, self.state.scale, retry)
+        tell(self, reading, self.state.scale, retry)
         self.learned = True
         state = self.rule.advance(self.state, reading)
         if retry or self.stepped_without_some():
