@@ -15,7 +15,7 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process.
-SUITES := core numpy torch jax keras-jax keras-torch integrations browser
+SUITES := core numpy torch jax keras-jax keras-torch keras-tensorflow integrations browser
 
 .PHONY: run test lint bench docs clean always
 
@@ -46,6 +46,7 @@ bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/torch_masters.py
 	@$(BIN)/python benchmarks/torch_overhead.py
 	@$(BIN)/python benchmarks/jax_step.py
+	@$(BIN)/python benchmarks/keras_step.py
 
 docs: $(VENV)/.test
 	@$(BIN)/python docs/draw_rules.py

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ._xp import namespace
 from .errors import SettingsError
 from .reading import Reading
 from .rules import Off, Rule, ScaleState
@@ -86,6 +87,28 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+def cause_of(
+    reading: Reading, state: ScaleState, rule: Rule, *, loss_known: Any = True, xp: Any = None
+) -> Any:
+    """Why a step that showed `reading` is not applied, as a number of `Cause`; 0 if it is.
+
+    Branch-free in the data, so that traced code can carry it. `state` is the one *before* the step.
+
+    >>> from gradlift.rules import Backoff
+    >>> rule = Backoff()
+    >>> Cause(cause_of(Reading(nonfinite=True, amax=1.0), rule.init(), rule, loss_known=False))
+    <Cause.UNKNOWN_NONFINITE: 3>
+    """
+    ns = namespace(xp)
+    blamed = ns.where(loss_known, int(Cause.OVERFLOW), int(Cause.UNKNOWN_NONFINITE))
+    if rule.min_scale < rule.max_scale:
+        at_floor = ns.and_(state.scale <= rule.min_scale, state.left <= 1)
+        blamed = ns.where(at_floor, int(Cause.FLOOR), blamed)
+    cause = ns.where(reading.nonfinite, blamed, int(Cause.NONE))
+    cause = ns.where(reading.loss_nonfinite, int(Cause.LOSS_NONFINITE), cause)
+    return ns.where(reading.checked, cause, int(Cause.NO_GRADIENTS))
+
+
 def decide(
     reading: Reading,
     state: ScaleState,
@@ -112,19 +135,13 @@ def decide(
     """
     if isinstance(rule, Off):
         return Verdict.APPLY, Cause.NONE
-    if not reading.checked:
-        return Verdict.SKIP, Cause.NO_GRADIENTS
-    if not reading.nonfinite and not reading.loss_nonfinite:
+    cause = Cause(cause_of(reading, state, rule, loss_known=loss_known))
+    if cause is Cause.NO_GRADIENTS:
+        return Verdict.SKIP, cause
+    if cause is Cause.NONE:
         if retries_left > 1 and rule.recompute(state, rule.advance(state, reading)):
             return Verdict.RETRY, Cause.CALIBRATION
-        return Verdict.APPLY, Cause.NONE
-
-    if reading.loss_nonfinite:
-        cause = Cause.LOSS_NONFINITE
-    elif state.scale <= rule.min_scale < rule.max_scale and state.left <= 1:
-        cause = Cause.FLOOR
-    else:
-        cause = Cause.OVERFLOW if loss_known else Cause.UNKNOWN_NONFINITE
+        return Verdict.APPLY, cause
 
     most = limits.max_consecutive_skips
     if retries_left > 0 and rule.advance(state, reading).scale < state.scale:

@@ -167,8 +167,7 @@ def random_steps(seed, steps):
 def test_the_scales_are_the_cores(Driver, rule):
     """Readings made here, advanced on Python numbers, give the adapter's scales to the bit."""
     driver = Driver(rule)
-    if not getattr(driver, "sees_loss", True):
-        pytest.fail("give such an adapter its own version of this test")
+    sees_loss = getattr(driver, "sees_loss", True)
     rule = rules.parse(rule)
     state = rule.init()
     for loss, grads in random_steps(0, 120):
@@ -179,7 +178,7 @@ def test_the_scales_are_the_cores(Driver, rule):
         reading = Reading(
             nonfinite=len(finite) < len(flat),
             amax=float(abs(finite).max(initial=0)),
-            loss_nonfinite=not math.isfinite(loss),
+            loss_nonfinite=sees_loss and not math.isfinite(loss),
             checked=bool(grads),
         )
         state = rule.advance(state, reading)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..errors import MisuseError
 from ..reading import Reading
 from ..rules import Off, Rule, ScaleState, parse
-from ..verdict import Cause
+from ..verdict import Cause, cause_of
 from . import _axis, _state
 from ._inspect import largest, leaves_of, look
 
@@ -159,18 +159,11 @@ def read(
 
 
 def decided(scaler: Scaler, reading: Reading, loss_known: bool) -> tuple[Any, Any]:
-    """`gradlift.verdict.decide` without its branches: is the step applied, and why not."""
+    """Is the step applied, and why not."""
     if isinstance(scaler.rule, Off):
         return jnp.ones((), bool), jnp.int32(Cause.NONE)
-    if reading.checked is False:
-        return jnp.zeros((), bool), jnp.int32(Cause.NO_GRADIENTS)
-    state, rule = scaler.state, scaler.rule
-    blamed = jnp.int32(Cause.OVERFLOW if loss_known else Cause.UNKNOWN_NONFINITE)
-    if rule.min_scale < rule.max_scale:
-        at_floor = (state.scale <= rule.min_scale) & (state.left <= 1)
-        blamed = jnp.where(at_floor, jnp.int32(Cause.FLOOR), blamed)
-    cause = jnp.where(reading.nonfinite, blamed, jnp.int32(Cause.NONE))
-    cause = jnp.where(reading.loss_nonfinite, jnp.int32(Cause.LOSS_NONFINITE), cause)
+    number = cause_of(reading, scaler.state, scaler.rule, loss_known=loss_known, xp=jnp)
+    cause = jnp.asarray(number, jnp.int32)
     return cause == Cause.NONE, cause
 
 

@@ -152,6 +152,18 @@ def parse(what: str | float | Rule) -> Rule:
     return preset(name, **settings)
 
 
+def cautious(text: str) -> Rule | None:
+    """What "auto" is as long as nothing retries; None if the text names another rule.
+
+    >>> cautious("auto") == parse("auto:cautious"), cautious("dynamic")
+    (True, None)
+    """
+    name, _, rest = text.strip().partition(":")
+    if name.strip().lower() != "auto" or rest.strip().lower().startswith("cautious"):
+        return None
+    return parse(f"auto:cautious,{rest}")
+
+
 def _is_number(text: str) -> bool:
     return not isinstance(_value(text), str)
 

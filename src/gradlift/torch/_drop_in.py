@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import MisuseError, SettingsError
 from ..journal import Event, Journal
 from ..rules import Backoff, Headroom, Off, Rule, parse
+from ..rules._presets import cautious
 from ..rules._rule import LARGEST, is_power_of_two
 from ..verdict import Limits, StepResult
 from ._accumulate import DropBad
@@ -71,14 +72,6 @@ def torch_rule(
         max_scale=high,
         powers_of_two=not odd,
     )
-
-
-def cautious(text: str) -> Rule | None:
-    """What "auto" is as long as nothing retries; None if the text names another rule."""
-    name, _, rest = text.strip().partition(":")
-    if name.strip().lower() != "auto" or rest.strip().lower().startswith("cautious"):
-        return None
-    return parse(f"auto:cautious,{rest}")
 
 
 def with_scale_allowed(rule: Rule, scale: float) -> Rule:

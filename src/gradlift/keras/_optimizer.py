@@ -1,0 +1,455 @@
+"""`LossScaleOptimizer`: Keras' own, with gradlift's rules, bounds, causes and record."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from ..errors import MisuseError, SettingsError, TrainingHalted
+from ..rules import Off, Rule, ScaleState, Static, parse, preset
+from ..rules._presets import cautious
+from ..rules._rule import is_power_of_two
+from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
+from ._record import HISTORY, ROWS, Record, Row, Values, memory_of
+from ._saved import checked, rule_bytes
+
+HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
+_KERAS_SCALE, _KERAS_INTERVAL = 2.0**15, 2000
+
+
+def _backend() -> Any:
+    """Our module for the backend that Keras runs on."""
+    name = keras.backend.backend()
+    if name not in ("tensorflow", "jax", "torch"):
+        raise SettingsError(
+            f"Keras runs on the backend {name!r}; gradlift.keras knows tensorflow, jax and torch"
+        )
+    try:
+        return importlib.import_module(f"gradlift.keras._{name}")
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"gradlift.keras on the {name} backend needs {error.name}: "
+            f"pip install 'gradlift[keras,{name}]'"
+        ) from error
+
+
+@keras.saving.register_keras_serializable("gradlift")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+    """An optimizer around an optimizer: scales the loss, checks and unscales gradients, and skips
+    a step that would do harm.
+
+    | setting | meaning |
+    |---|---|
+    | `rule` | any rule of `gradlift.rules`, or its text; "auto" is "auto:cautious", since `fit` \
+never computes a batch again |
+    | `initial_scale`, `dynamic_growth_steps` | Keras' own two, for Keras' own rule: give these or \
+`rule` |
+    | `max_consecutive_skips`, `on_floor` | when to stop a run that only skips; `ScaleLogger` does \
+it for `fit` |
+    | `drop` | what a bad "micro-batch" costs where the inner optimizer accumulates: itself, or \
+the "window" so far |
+
+    >>> import keras, numpy as np
+    >>> from gradlift.keras import LossScaleOptimizer
+    >>> weight = keras.Variable(np.ones(2, "float32"))
+    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), rule="static:8")
+    >>> optimizer.build([weight])
+    >>> float(optimizer.scale_loss(np.float32(0.25)))
+    2.0
+    >>> optimizer.apply([keras.ops.convert_to_tensor(np.float32([8, 16]))], [weight])
+    >>> weight.numpy().tolist(), str(optimizer.result.verdict)
+    ([0.5, 0.0], 'apply')
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
+        *,
+        rule: Rule | str | float | None = None,
+        max_consecutive_skips: int | None = None,
+        on_floor: str = "hold",
+        drop: str = "micro-batch",
+        dynamic: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+            raise MisuseError(
+                "this optimizer is a LossScaleOptimizer already, so the loss would be scaled "
+                "twice: pass it on as it is, or wrap its inner_optimizer"
+            )
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise SettingsError(
+                f"inner_optimizer is {inner_optimizer!r}, expected a keras.optimizers.Optimizer"
+            )
+        if drop not in ("micro-batch", "window"):
+            raise SettingsError(f"drop is {drop!r}, expected 'micro-batch' or 'window'")
+        if inner_optimizer.loss_scale_factor is not None:
+            factor = inner_optimizer.loss_scale_factor
+            warnings.warn(
+                f"the inner optimizer's loss_scale_factor={factor!r} is taken out, since this one "
+                f"scales the loss; for that very scale give rule='static:{factor:g}'",
+                stacklevel=2,
+            )
+        chosen = _chosen(rule, initial_scale, dynamic_growth_steps, dynamic)
+        interval = getattr(chosen, "growth_interval", _KERAS_INTERVAL)
+        super().__init__(inner_optimizer, chosen.init().scale, interval, name, **kwargs)
+        self.rule = chosen
+        self.limits = Limits(max_consecutive_skips, on_floor)
+        self.drop = drop
+        self._on = _backend()
+        self._window = self._on.Window()
+        self._loss_is_half = False
+        self._scaled_once = False
+        self._by_hand = False
+        """Are gradients unscaled by `get_unscaled_gradients`, so that a step must not?"""
+        self._hands = _Hands()
+
+    # Variables
+
+    def build(self, var_list: Any) -> None:
+        """Creates the variables: Keras' own, the inner optimizer's, and two more."""
+        super().build(var_list)
+        start = self.rule.init()
+        counts = [0] * (HISTORY - len(memory_of(start)))
+        self.history = self.add_variable(
+            shape=(HISTORY,),
+            dtype="int32",
+            initializer=_Given(np.array([*memory_of(start), *counts], np.int32)),
+            name="history",
+        )
+        self.ring = self.add_variable(
+            shape=(ROWS, len(Row._fields)), dtype="float32", initializer="zeros", name="ring"
+        )
+
+    @property
+    def _kept(self) -> Values:
+        """The variables that hold the state and the record."""
+        return Values(self.dynamic_scale, self.step_counter, self.history, self.ring)
+
+    def _place(self, variable: Any) -> int:
+        return next(i for i, v in enumerate(self._variables) if v is variable)
+
+    def _position(self, variable: Any) -> int:
+        """A trainable variable's place; an unknown one is told by the inner optimizer."""
+        indices = self._trainable_variables_indices
+        return int(indices.get(self._var_key(variable), len(indices)))
+
+    # The path of one step
+
+    def scale_loss(self, loss: Any) -> Any:
+        """loss * scale, in float32; notes whether the loss itself was finite."""
+        if isinstance(self.rule, Off):
+            return loss
+        loss = ops.convert_to_tensor(loss)
+        kind = keras.backend.standardize_dtype(loss.dtype)
+        if "float" not in kind:
+            raise MisuseError(f"the loss is {kind}, expected a real floating-point number")
+        self._loss_is_half = kind == "float16"
+        self._scaled_once = True
+        self._window.note(loss)
+        scale = self.dynamic_scale if self.built else self.initial_scale
+        wide = "float64" if kind == "float64" else "float32"
+        return ops.cast(loss, wide) * ops.cast(self._carried(scale), wide)
+
+    def _carried(self, scale: Any) -> Any:
+        """The scale that the loss can carry: at most 2^15 if it is float16."""
+        if not self._loss_is_half or self.rule.max_scale <= HALF_LOSS_CEILING:
+            return scale
+        if isinstance(scale, float):
+            return min(scale, HALF_LOSS_CEILING)
+        return ops.minimum(scale, HALF_LOSS_CEILING)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Applies scaled gradients if they are sound; moves the scale either way."""
+        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if not self.built:
+            if variables is None:
+                raise MisuseError(
+                    "apply() got gradients without variables before the optimizer was built: call "
+                    "build(model.trainable_variables) first"
+                )
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        variables = self._checked(grads, variables)
+        if isinstance(self.rule, Off):
+            if grads:
+                self.inner_optimizer.apply(grads, variables)
+            return
+        self._on.apply(self, grads, variables)
+        self._hands = _Hands()
+        if self.limits != Limits() and self._on.readable(self.dynamic_scale.value):
+            self.enforce()
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """The same as values in, values out: (new weights, new optimizer variables)."""
+        if keras.backend.backend() != "jax" or isinstance(self.rule, Off):
+            plain = super(keras.optimizers.LossScaleOptimizer, self).stateless_apply
+            return plain(optimizer_variables, grads, trainable_variables)
+        if not self.built:
+            raise MisuseError("stateless_apply() before build(model.trainable_variables)")
+        grads = list(grads)
+        self._checked(grads, None)
+        return self._on.stateless(self, optimizer_variables, grads, trainable_variables)
+
+    def _checked(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
+        """The variables that go with these gradients, or what is wrong with them."""
+        if variables is None:
+            variables = list(self._trainable_variables)
+            if grads and len(grads) != len(variables):
+                raise MisuseError(
+                    f"{len(grads)} gradients for {len(variables)} variables: pass one for each "
+                    "variable that the optimizer was built with, None where there is none"
+                )
+        self._hands.check(grads, self._by_hand)
+        if not self._scaled_once and not isinstance(self.rule, (Off, Static)) and grads:
+            self._scaled_once = True
+            warnings.warn(
+                "gradients came before any loss went through scale_loss(): they are divided by "
+                f"the scale all the same ({self.initial_scale:g} at the start). Differentiate "
+                "optimizer.scale_loss(loss), or give rule='off'",
+                stacklevel=3,
+            )
+        return variables
+
+    def _indexed(self, grads: list[Any], variables: list[Any]) -> list[tuple[int, Any]]:
+        """The gradients there are, each with its variable's place."""
+        return [
+            (self._position(v), g)
+            for g, v in zip(grads, variables)
+            if g is not None and not self._overwrite_variable_with_gradient(v)
+        ]
+
+    def _mapped(
+        self, function: Callable[[Any], Any], grads: list[Any], variables: list[Any]
+    ) -> list[Any]:
+        """Gradients with `function` applied; what only looks like one (float8) is left alone."""
+        return [
+            g if g is None or self._overwrite_variable_with_gradient(v) else function(g)
+            for g, v in zip(grads, variables)
+        ]
+
+    def _window_start(self, inner: list[Any]) -> list[tuple[int, Any]]:
+        """The inner optimizer's accumulators and counter as they were when its window began."""
+        steps = self.inner_optimizer.gradient_accumulation_steps
+        if not steps:
+            return []
+        sums = {id(v) for v in self.inner_optimizer._accumulated_gradients if v is not None}
+        fresh = []
+        for i, variable in enumerate(self.inner_optimizer.variables):
+            if variable is self.inner_optimizer._iterations:
+                fresh.append((i, inner[i] - inner[i] % steps))
+            elif id(variable) in sums:
+                fresh.append((i, ops.zeros_like(inner[i])))
+        return fresh
+
+    def _forget_window(self) -> None:
+        held = self.inner_optimizer.variables
+        for i, value in self._window_start([ops.convert_to_tensor(v) for v in held]):
+            held[i].assign(value)
+
+    # tf.keras' names
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """tf.keras' name for `scale_loss`."""
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
+        """The true gradients, to be clipped or looked at; from now on `apply` takes such ones."""
+        grads = list(grads)
+        self._hands.check_scaled(grads)
+        self._by_hand = True
+        if isinstance(self.rule, Off):
+            return grads
+        used = self._carried(ops.convert_to_tensor(self.dynamic_scale)) if self.built else None
+        if used is None:
+            used = ops.convert_to_tensor(self._carried(float(self.initial_scale)), "float32")
+        true = [None if g is None else self._on.unscaled(g, 1 / used) for g in grads]
+        found = [g for g in true if g is not None]
+        if found:  # a clip by value would hide it
+            self._window.spoil(self._on.read(found, ops.ones_like(used), False)[0])
+        self._hands = _Hands(grads, true)
+        return true
+
+    @property
+    def loss_scale(self) -> Any:
+        """tf.keras' name for the scale of the next step."""
+        return ops.convert_to_tensor(self.dynamic_scale) if self.built else self.initial_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Does the scale move?"""
+        return not isinstance(self.rule, (Off, Static))
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """tf.keras' name for `step_counter`."""
+        return self.step_counter if self.built else 0
+
+    # What happened
+
+    @property
+    def record(self) -> Record:
+        """State, counts and the last steps, read off the variables now."""
+        if not self.built:
+            return Record.fresh(self.rule.init())
+        return Record(Values(*(ops.convert_to_numpy(v.value) for v in self._kept)))
+
+    @property
+    def result(self) -> StepResult | None:
+        """What the last step came to; None before the first. Reads the device.
+
+        >>> import keras
+        >>> from gradlift.keras import LossScaleOptimizer
+        >>> LossScaleOptimizer(keras.optimizers.SGD(0.1)).result is None
+        True
+        """
+        result = self.record.result(self.names)
+        if result is None or not self._loss_is_half:
+            return result
+        return dataclasses.replace(result, notes=("loss computed in float16",))
+
+    @property
+    def counts(self) -> dict[Cause, int]:
+        """How many steps ended for which cause; NONE counts those that were applied."""
+        return self.record.counts
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not applied."""
+        return self.record.skipped
+
+    @property
+    def names(self) -> list[str]:
+        """The trainable variables' paths."""
+        held = self._trainable_variables if self.built else []
+        return [getattr(v, "path", None) or str(v.name) for v in held]
+
+    def enforce(self, record: Record | None = None) -> None:
+        """Raises `TrainingHalted` if the last step broke a limit; `ScaleLogger` calls it in `fit`.
+
+        >>> import keras
+        >>> from gradlift.keras import LossScaleOptimizer
+        >>> LossScaleOptimizer(keras.optimizers.SGD(0.1), max_consecutive_skips=9).enforce()
+        """
+        record = record or self.record
+        result = record.result(self.names)
+        if result is None or result.verdict is Verdict.APPLY:
+            return
+        cause, skips, most = result.cause, record.state.skips, self.limits.max_consecutive_skips
+        at_floor = cause is Cause.FLOOR
+        if at_floor and self.limits.on_floor == "warn":
+            warnings.warn(
+                f"overflow at the smallest scale, {result.scale:g}: the step was skipped and the "
+                f"scale held. First non-finite gradient: {(*result.culprits, 'unknown')[0]}",
+                stacklevel=2,
+            )
+        too_many = most is not None and skips > most and cause is not Cause.NO_GRADIENTS
+        if too_many or (at_floor and self.limits.on_floor == "raise"):
+            before = ScaleState(result.scale, skips=skips - 1)
+            step, bad = record.steps - 1, result.culprits
+            raise TrainingHalted(explain_halt(cause, before, self.rule, step=step, culprits=bad))
+
+    # Saving
+
+    def get_config(self) -> dict[str, Any]:
+        """Everything to make an equal optimizer from; the rule as its text."""
+        held = super().get_config()
+        return {
+            "name": held["name"],
+            "inner_optimizer": held["inner_optimizer"],
+            "rule": str(self.rule),
+            "max_consecutive_skips": self.limits.max_consecutive_skips,
+            "on_floor": self.limits.on_floor,
+            "drop": self.drop,
+        }
+
+    def save_own_variables(self, store: Any) -> None:
+        """The variables by number, as Keras does, and the rule they belong to."""
+        super().save_own_variables(store)
+        store["rule"] = rule_bytes(self.rule)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes what this class or Keras' own saved, if it is sound; else nothing changes."""
+        if self.built:
+            kept = [self._place(v) for v in self._kept]
+            found = checked(store, self.rule, [tuple(v.shape) for v in self.variables], kept)
+            if found is not None:
+                for place, value in found.items():
+                    self.variables[place].assign(value)
+                return
+        names = [name for name in store.keys() if name != "rule"]  # noqa: SIM118  (no mapping)
+        super().load_own_variables({name: store[name] for name in names})  # tells why not
+
+
+class _Hands:
+    """What went through `get_unscaled_gradients` since the last step, to tell a mix-up."""
+
+    def __init__(self, scaled: Any = (), true: Any = ()) -> None:
+        self._held = [*scaled, *true]  # as long as they live nobody else has their id
+        self._scaled = {id(g) for g in scaled if g is not None}
+        self._true = {id(g) for g in true if g is not None}
+
+    def check_scaled(self, grads: list[Any]) -> None:
+        if any(id(g) in self._true for g in grads):
+            raise MisuseError(
+                "get_unscaled_gradients() was given gradients that it has unscaled before: call "
+                "it once a step"
+            )
+
+    def check(self, grads: list[Any], by_hand: bool) -> None:
+        if by_hand and any(id(g) in self._scaled for g in grads):
+            raise MisuseError(
+                "these gradients still carry the scale, though get_unscaled_gradients() was called "
+                "on them: apply what it returned"
+            )
+
+
+class _Given(keras.initializers.Initializer):  # type: ignore[misc]
+    """A variable's first value, as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return ops.convert_to_tensor(self.value, dtype)
+
+
+def _chosen(
+    rule: Any, initial_scale: float | None, growth_steps: int | None, dynamic: bool
+) -> Rule:
+    """The rule that the arguments ask for."""
+    if rule is not None:
+        if initial_scale is not None or growth_steps is not None or not dynamic:
+            raise SettingsError(
+                "initial_scale, dynamic_growth_steps and dynamic belong to Keras' own rule; with "
+                "rule= write them into it, as in rule='keras:init_scale=2^10,growth_interval=500'"
+            )
+        return (cautious(rule) if isinstance(rule, str) else None) or parse(rule)
+    scale = _KERAS_SCALE if initial_scale is None else float(initial_scale)
+    if not dynamic:
+        if initial_scale is None:
+            raise SettingsError("dynamic=False wants initial_scale=, the scale to keep")
+        return Static(scale)
+    interval = _KERAS_INTERVAL if growth_steps is None else growth_steps
+    odd = math.isfinite(scale) and not is_power_of_two(scale)
+    if odd:
+        warnings.warn(
+            f"initial_scale={scale!r} is not a power of two, so every gradient is rounded once "
+            "more when it is unscaled",
+            stacklevel=4,
+        )
+    return preset("keras", init_scale=scale, growth_interval=interval, powers_of_two=not odd)

@@ -1,0 +1,171 @@
+"""TensorFlow below Keras: eager, in a `tf.function`, compiled by XLA, or on several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ..formats import FP32
+from ..reading import Reading
+from ._record import Values
+from ._traced import nothing, settled
+
+_TINY = 1e-20  # a sum of squares below it may have lost digits to float32's underflow
+
+
+class Window:
+    """What is known of the losses, and of gradients unscaled by hand, since the last step.
+
+    A variable: loss and step may be traced in different functions. Each replica has its own, and
+    whoever reads it outside of them reads the sum.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self.held = tf.Variable(
+                [0.0, 0.0, 0.0],
+                trainable=False,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+                name="window",
+            )
+
+    def note(self, loss: Any) -> None:
+        total = tf.reduce_sum(tf.cast(loss, tf.float32))
+        self.held.assign_add(tf.stack([tf.ones(()), total, tf.zeros(())]))
+
+    def spoil(self, found: Any) -> None:
+        self.held.assign_add(tf.stack([tf.zeros(()), tf.zeros(()), tf.cast(found, tf.float32)]))
+
+    def clear(self) -> None:
+        self.held.assign([0.0, 0.0, 0.0])
+
+
+def elements(g: Any) -> Any:
+    """What there is to look at, in float32. Of a sparse gradient, its rows, repeated or not."""
+    return tf.cast(g.values if isinstance(g, tf.IndexedSlices) else g, tf.float32)
+
+
+def readable(value: Any) -> bool:
+    """Can it be read now, or is this a trace?"""
+    return bool(tf.executing_eagerly())
+
+
+def read(grads: list[Any], inverse: Any, amax: bool) -> tuple[Any, Any, Any]:
+    """Is a gradient not finite? The largest |g|, and the true norm."""
+    values = [elements(g) for g in grads]
+    squares = 2 * tf.add_n([tf.nn.l2_loss(v) for v in values])
+    blown = tf.maximum(inverse, 1.0)
+    # is_finite, and no comparison: grappler turns "not a < b" into "a >= b", which loses NaN.
+    odd = ~tf.math.is_finite(squares * blown * blown) | (squares < _TINY)
+
+    def peak(of: Callable[[Any], Any]) -> Any:
+        # The zero is for gradients without elements.
+        return tf.reduce_max(tf.stack([tf.zeros(()), *(tf.reduce_max(of(v)) for v in values)]))
+
+    def exactly() -> tuple[Any, Any, Any]:
+        finite = tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(v)) for v in values]))
+        top = peak(lambda v: tf.where(tf.math.is_finite(v), tf.abs(v), 0.0))
+        unit = tf.where(top > 0, top, 1.0)
+        share = 2 * tf.add_n([tf.nn.l2_loss(v / unit) for v in values])
+        sound = finite & (top * inverse <= FP32.max)
+        norm = tf.where(sound, tf.sqrt(share) * (top * inverse), float("nan"))
+        return ~sound, top, norm
+
+    def plainly() -> tuple[Any, Any, Any]:
+        top = peak(tf.abs) if amax else tf.constant(float("nan"))
+        return tf.constant(False), top, tf.sqrt(squares) * inverse
+
+    return tf.cond(odd, exactly, plainly)
+
+
+def first_bad(grads: list[tuple[int, Any]]) -> Any:
+    """The last variable with a bad gradient is the first that backward made so."""
+
+    def kind(index: int, g: Any) -> Any:
+        v = elements(g)
+        nan = tf.reduce_any(tf.math.is_nan(v))
+        finite = tf.reduce_all(tf.math.is_finite(v))
+        return tf.where(finite, 0.0, tf.where(nan, -(index + 1.0), index + 1.0))
+
+    kinds = tf.stack([kind(i, g) for i, g in grads])
+    return tf.gather(kinds, tf.argmax(tf.abs(kinds)))
+
+
+def unscaled(g: Any, inverse: Any) -> Any:
+    if isinstance(g, tf.IndexedSlices):
+        return tf.IndexedSlices(unscaled(g.values, inverse), g.indices, g.dense_shape)
+    wide = tf.float64 if g.dtype == tf.float64 else tf.float32
+    return tf.cast(g, wide) * tf.cast(inverse, wide)
+
+
+def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
+    """One step, decided once for all replicas."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError("apply() must be called in a replica context: use strategy.run(...)")
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        seen = _seen(opt, grads, variables)
+        _finish(opt, seen, lambda: _move(opt, grads, variables))
+        return
+
+    def everywhere(strategy: Any, grads: list[Any], variables: list[Any]) -> None:
+        each = strategy.extended.call_for_each_replica
+        found = each(_seen, args=(opt, grads, variables))
+        seen = None if found is None else _together(map(strategy.experimental_local_results, found))
+        # Not in a replica's context: there a branch could not reach the others.
+        _finish(opt, seen, lambda: each(_move, args=(opt, grads, variables)))
+
+    tf.distribute.get_replica_context().merge_call(everywhere, args=(grads, variables))
+
+
+def _seen(opt: Any, grads: list[Any], variables: list[Any]) -> tuple[Any, ...] | None:
+    """Non-finite, largest |g| as scaled, norm and culprit; None without gradients."""
+    marked = opt._indexed(grads, variables)
+    if not marked:
+        return None
+    used = opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
+    factor = tf.ones(()) if opt._by_hand else used
+    nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, opt.rule.magnitudes)
+    bad = tf.cond(nonfinite, lambda: first_bad(marked), lambda: tf.zeros(()))
+    return nonfinite, amax * (used / factor), norm, bad
+
+
+def _together(found: Any) -> tuple[Any, ...]:
+    """What several replicas saw. The sum of their gradients is not there yet, nor its norm."""
+    nonfinite, amax, norm, bad = (tf.stack(local) for local in found)
+    only = norm[0] if norm.shape[0] == 1 else tf.constant(float("nan"))
+    worst = tf.gather(bad, tf.argmax(tf.abs(bad)))
+    return tf.reduce_any(nonfinite), tf.reduce_max(amax), only, worst
+
+
+def _move(opt: Any, grads: list[Any], variables: list[Any]) -> None:
+    if not opt._by_hand:
+        inverse = 1 / opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
+        grads = opt._mapped(lambda g: unscaled(g, inverse), grads, variables)
+    opt.inner_optimizer.apply(grads, variables)
+
+
+def _finish(opt: Any, seen: tuple[Any, ...] | None, move: Callable[[], Any]) -> None:
+    values = Values(*(tf.convert_to_tensor(v.value) for v in opt._kept))
+    if seen is None:
+        after = nothing(values)
+    else:
+        nonfinite, amax, norm, bad = seen
+        losses, total, spoiled = tf.unstack(opt._window.held.read_value())
+        known = losses > 0
+        dead = known & ~tf.math.is_finite(total)
+        reading = Reading(nonfinite | (spoiled > 0), amax, dead, norm=norm)
+        loss = tf.where(known, total, float("nan"))
+        used = opt._carried(values.scale)
+        sound, after = settled(opt.rule, values, used, reading, known, loss, bad)
+
+        def stay() -> None:
+            if opt.drop == "window":
+                opt._forget_window()
+
+        tf.cond(sound, lambda: (move(), None)[1], stay)
+    for variable, value in zip(opt._kept, after):
+        variable.assign(value)
+    opt._window.clear()

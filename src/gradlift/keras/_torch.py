@@ -1,0 +1,105 @@
+"""PyTorch below Keras: eager, so a step is decided in Python numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reading import Reading
+from ..torch._inspect import device_look, kind_of, look
+from ..verdict import Cause, cause_of
+from ._record import ROWS, Row, Values, counts_of, memory_of, state_of
+
+
+class Window:
+    """What is known of the losses, and of gradients unscaled by hand, since the last step."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.losses = 0
+        self.total: Any = math.nan
+        self.spoiled = False
+
+    def note(self, loss: Tensor) -> None:
+        """A sum that is not finite tells of a loss that is not."""
+        here = loss.detach().sum(dtype=torch.float64)
+        self.total = here if not self.losses else self.total + here
+        self.losses += 1
+
+    def spoil(self, found: Any) -> None:
+        self.spoiled = self.spoiled or bool(found)
+
+
+def readable(value: Any) -> bool:
+    """Can it be read now, or is this a trace?"""
+    return True
+
+
+def read(grads: list[Tensor], inverse: float, amax: bool) -> tuple[bool, float, float]:
+    """Is a gradient not finite? The largest |g|, and the true norm."""
+    if all(g.device.type == "cpu" for g in grads):
+        seen = look(grads, inverse, amax=amax)
+        return seen.nonfinite, seen.amax if amax else math.nan, seen.norm
+    factor = torch.tensor(inverse, device=grads[0].device)
+    seen = device_look(grads, factor, norm=True, amax=amax)
+    nonfinite, norm, top = torch.stack(
+        [seen.nonfinite.float(), seen.norm, seen.amax if amax else seen.norm]
+    ).tolist()
+    return bool(nonfinite), top if amax else math.nan, math.nan if nonfinite else norm
+
+
+def first_bad(grads: list[tuple[int, Tensor]]) -> int:
+    """The last variable with a bad gradient is the first that backward made so."""
+    for index, g in reversed(grads):
+        if kind := kind_of(g):
+            return -(index + 1) if kind == "nan" else index + 1
+    return 0
+
+
+def unscaled(g: Tensor, inverse: float) -> Tensor:
+    return g.float() * inverse if g.dtype in (torch.float16, torch.bfloat16) else g * inverse
+
+
+@torch.no_grad()
+def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
+    """One step: read, decide, apply or leave everything as it is, advance."""
+    rule, window = opt.rule, opt._window
+    held = Values(*(v.value for v in opt._kept))
+    known = Values(held.scale.item(), held.clean.item(), held.history.tolist(), None)
+    state = state_of(known)
+    used = opt._carried(state.scale)
+    state = state._replace(scale=used)
+    marked = opt._indexed(grads, variables)
+    factor = 1.0 if opt._by_hand else used
+    loss = float(window.total) if window.losses else math.nan
+    reading = Reading(nonfinite=False, amax=0.0, checked=bool(marked))
+    if marked:
+        nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, rule.magnitudes)
+        nonfinite = nonfinite or window.spoiled
+        dead = bool(window.losses) and not math.isfinite(loss)
+        reading = Reading(nonfinite, amax * (used / factor), dead, norm=norm)
+    cause = Cause(cause_of(reading, state, rule, loss_known=bool(window.losses)))
+    culprit = first_bad(marked) if reading.nonfinite else 0
+    if cause is Cause.NONE:
+        if factor != 1:
+            grads = opt._mapped(lambda g: unscaled(g, 1 / factor), grads, variables)
+        opt.inner_optimizer.apply(grads, variables)
+    elif opt.drop == "window" and marked:
+        opt._forget_window()
+    after = rule.advance(state, reading)
+    if cause is Cause.NO_GRADIENTS:
+        after = after._replace(scale=known.scale)
+    counts = counts_of(known.history)
+    row = Row(used, after.scale, reading.amax, reading.norm, loss, int(cause), culprit)
+    ring = held.ring.clone()
+    ring[sum(counts) % ROWS] = torch.tensor(row, dtype=torch.float32)
+    counts = [n + (i == cause) for i, n in enumerate(counts)]
+    new = Values(after.scale, after.clean, [*memory_of(after), *counts], ring)
+    for variable, value in zip(opt._kept, new):
+        variable.assign(value)
+    window.clear()

@@ -1,0 +1,107 @@
+"""LossScaleOptimizer against the suite that every adapter passes, as each backend runs it."""
+
+import keras
+import numpy as np
+import pytest
+from conformance.suite import *  # noqa: F403
+from keras import ops
+
+from gradlift import Cause
+from gradlift.keras import LossScaleOptimizer
+from gradlift.rules import parse
+
+BACKEND = keras.backend.backend()
+
+
+class Stateful:
+    """`apply`, called from Python."""
+
+    def __init__(self, rule, **limits):
+        self.params = {n: keras.Variable(np.ones(k, np.float32)) for n, k in (("a", 4), ("b", 2))}
+        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=parse(rule), **limits)
+        self.optimizer.build(list(self.params.values()))
+
+    def step(self, loss, grads):
+        self.move(np.float32(loss), {n: np.float32(g) for n, g in grads.items()})
+        result = self.optimizer.result
+        params = {n: ops.convert_to_numpy(p.value) for n, p in self.params.items()}
+        scale = float(self.optimizer.dynamic_scale.value)
+        if result is None:  # the rule is off
+            return True, Cause.NONE, scale, params
+        return result.stepped, result.cause, scale, params
+
+    def move(self, loss, grads):
+        scale = self.scaled(loss)
+        grads = [ops.convert_to_tensor(g) * scale for g in grads.values()]
+        halves = [ops.cast(ops.cast(g, "float16"), "float32") for g in grads]
+        self.optimizer.apply(halves, list(self.params.values()) if halves else None)
+
+    def scaled(self, loss):
+        """The scale that came out of `scale_loss`, which must see the loss itself as well."""
+        self.optimizer.scale_loss(ops.convert_to_tensor(loss))
+        return ops.convert_to_tensor(self.optimizer.loss_scale)
+
+
+class Function(Stateful):
+    """A `tf.function`."""
+
+    jit_compile = False
+
+    def __init__(self, rule, **limits):
+        import tensorflow as tf
+
+        super().__init__(rule, **limits)
+        plain = super().move
+        self.compiled = tf.function(
+            lambda loss, grads: plain(loss, grads), jit_compile=self.jit_compile
+        )
+
+    def move(self, loss, grads):
+        import tensorflow as tf
+
+        self.compiled(tf.constant(loss), {n: tf.constant(g) for n, g in grads.items()})
+        self.optimizer.enforce()
+
+
+class Compiled(Function):
+    jit_compile = True
+
+
+class Stateless(Stateful):
+    """What `fit` does on JAX: values in, values out, in `jit`. The loss is not seen."""
+
+    sees_loss = False
+
+    def __init__(self, rule, **limits):
+        import jax
+
+        super().__init__(rule, **limits)
+
+        def one(held, weights, grads):
+            scale = held[next(i for i, v in enumerate(self.optimizer.variables) if v is own)]
+            halves = [(g * scale).astype("float16").astype("float32") for g in grads.values()]
+            return self.optimizer.stateless_apply(held, halves, weights)
+
+        own = self.optimizer.dynamic_scale
+        self.optimizer.scale_loss(np.float32(1))
+        self.compiled = jax.jit(one)
+
+    def move(self, loss, grads):
+        variables = list(self.params.values())
+        held = [v.value for v in self.optimizer.variables]
+        weights, held = self.compiled(held, [v.value for v in variables], grads)
+        for variable, value in zip([*variables, *self.optimizer.variables], [*weights, *held]):
+            variable.assign(value)
+        self.optimizer.enforce()
+
+
+DRIVERS = {
+    "tensorflow": [Stateful, Function, Compiled],
+    "jax": [Stateful, Stateless],
+    "torch": [Stateful],
+}
+
+
+@pytest.fixture(params=DRIVERS[BACKEND], ids=lambda d: d.__name__)
+def Driver(request):
+    return request.param
