@@ -24,9 +24,14 @@ def test_rules_give_the_same_bits(rule, monkeypatch):
 def keras_own(peer, weight):
     """One step of Keras' optimizer -> its scale; on JAX, Keras only works without side effects."""
     if keras.backend.backend() != "jax":
+        apply = lambda gradient: peer.apply([gradient], [weight])
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            apply = tf.function(apply)
 
         def step(gradient):
-            peer.apply([gradient], [weight])
+            apply(gradient)
             return float(peer.dynamic_scale)
 
         return step

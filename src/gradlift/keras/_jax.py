@@ -22,7 +22,7 @@ class Noted(NamedTuple):
     total: Any = None
     """The losses' sum."""
     spoiled: Any = None
-    """Was a gradient that `get_unscaled_gradients` saw not finite?"""
+    """Was a gradient that `get_unscaled_gradients` saw not finite? Known: it was called."""
 
 
 _NOTHING = Noted()
@@ -33,6 +33,8 @@ class Window:
 
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
+        self.traced = False
+        """Was `get_unscaled_gradients` called in a trace, and its step not traced yet?"""
         self.clear()
 
     def clear(self) -> None:
@@ -43,10 +45,17 @@ class Window:
             total, here = self.noted.total, jnp.sum(loss, dtype=jnp.float32)
             self.noted = self.noted._replace(total=here if total is None else total + here)
 
-    def spoil(self, found: Any) -> None:
-        if not isinstance(found, jax.core.Tracer):
-            before = self.noted.spoiled
-            self.noted = self.noted._replace(spoiled=found if before is None else before | found)
+    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
+        """Gradients were unscaled by hand; was one of them not finite?
+
+        In a trace NaN must tell it: no clip hides that, as it hides inf.
+        """
+        if isinstance(found, jax.core.Tracer):
+            self.traced = True
+            return [g if g is None else jnp.where(jnp.isfinite(g), g, jnp.nan) for g in true]
+        before = self.noted.spoiled
+        self.noted = self.noted._replace(spoiled=found if before is None else before | found)
+        return true
 
 
 def readable(value: Any) -> bool:
@@ -85,10 +94,18 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
 
 def _compiled(opt: Any, *values: Any) -> Any:
     """`stateless`, compiled once for each way in which the optimizer may be used."""
-    compiled, way = opt._window.compiled, (opt._by_hand, opt._loss_is_half)
+    compiled, way = opt._window.compiled, (opt._window.traced, opt._loss_is_half)
     if way not in compiled:
         compiled[way] = jax.jit(functools.partial(stateless, opt))
     return compiled[way](*values)
+
+
+def stateless_apply(opt: Any, held: list[Any], grads: list[Any], weights: list[Any]) -> Any:
+    """`stateless`, called by the user; gradients unscaled in the same trace have met their step."""
+    after = stateless(opt, held, grads, weights)
+    if not all(readable(g) for g in grads):
+        opt._window.traced = False
+    return after
 
 
 def stateless(
@@ -109,7 +126,8 @@ def stateless(
     if not marked:
         return weights, [*done(nothing(values)), *inner]
     used = opt._carried(values.scale)
-    factor = jnp.float32(1) if opt._by_hand else used
+    by_hand = opt._window.traced or noted.spoiled is not None
+    factor = jnp.float32(1) if by_hand else used
     nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, opt.rule.magnitudes)
     if noted.spoiled is not None:
         nonfinite = nonfinite | noted.spoiled
@@ -122,7 +140,7 @@ def stateless(
 
     def step() -> tuple[Any, Any]:
         true = grads
-        if not opt._by_hand:
+        if not by_hand:
             inverse = 1 / factor
             true = opt._mapped(lambda g: unscaled(g, inverse), grads, opt._trainable_variables)
         moved, kept = opt.inner_optimizer.stateless_apply(inner, true, weights)

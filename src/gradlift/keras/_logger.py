@@ -9,11 +9,11 @@ from typing import Any
 import keras
 from keras import ops
 
-from ..errors import MisuseError, SettingsError
+from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..journal import Journal
 from ..verdict import Cause, Verdict
 from ._optimizer import LossScaleOptimizer
-from ._record import ROWS, Record, Values, culprits_of, line
+from ._record import ROWS, Record, culprits_of, line
 
 
 class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
@@ -61,8 +61,9 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
                 "LossScaleOptimizer(optimizer, rule=...)"
             )
         self._optimizer = optimizer
+        optimizer._witness = self._halted
         record = self._read()
-        self._batch, self._seen, self._epoch_start = 0, record.steps, record.skipped
+        self._ahead, self._seen, self._epoch_start = 0, record.steps, record.skipped
         self._since = time.perf_counter()
         if self._given is not None and self._journal is None:
             given = self._given
@@ -75,8 +76,6 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             )
             self._described = False
             self._describe(self._journal)
-            if record.steps:
-                self._journal.event("resume", record.steps)
 
     def _describe(self, journal: Journal) -> None:
         """Names the parameters, once the optimizer is built and knows them."""
@@ -90,9 +89,10 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch_start = self._read().skipped
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._batch and self._batch % self.every == 0:
+        together = self.model.steps_per_execution
+        if self._ahead >= self.every or self._ahead + together > ROWS:
             self._look()
-        self._batch += 1
+        self._ahead += together
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if logs is not None:
@@ -104,37 +104,55 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(self._shown)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._optimizer._witness = None
         if self._journal is not None and self._journal is not self._given:
             self._journal.close()
             self._journal = None
 
+    def _now(self) -> keras.StatelessScope:
+        """Where the optimizer's variables have their values: in JAX's `fit` these live outside."""
+        synced = getattr(self.model, "_jax_state_synced", True)
+        values = [] if synced else self.model._jax_state["optimizer_variables"]
+        return keras.StatelessScope(state_mapping=list(zip(self._optimizer.variables, values)))
+
     def _read(self) -> Record:
-        """The optimizer's record. In JAX's `fit` its variables live outside of it meanwhile."""
-        optimizer = self._optimizer
-        outside = getattr(self.model, "_jax_state", None)
-        values = outside and outside.get("optimizer_variables")
-        if not values or not optimizer.built:
-            return optimizer.record
-        return Record(
-            Values(*(ops.convert_to_numpy(values[optimizer._place(v)]) for v in optimizer._kept))
-        )
+        with self._now():
+            return self._optimizer.record
+
+    def _rate(self) -> float:
+        with self._now():
+            try:
+                return float(ops.convert_to_numpy(self._optimizer.learning_rate))
+            except AttributeError:  # a MultiOptimizer has several
+                return math.nan
 
     def _look(self) -> None:
-        record = self._read()
+        record, since = self._read(), self._seen
+        self._take(record)
+        try:
+            self._optimizer.enforce(record, since)
+        except TrainingHalted as why:
+            self._halted(why)
+            raise
+
+    def _halted(self, why: TrainingHalted) -> None:
+        """The steps that led to it are journaled: no callback will be called any more."""
+        self._take(self._read())
+        if self._journal is not None:
+            self._journal.event("note", self._seen - 1, text=str(why))
+
+    def _take(self, record: Record) -> None:
+        self._ahead = 0
         rows = record.rows(self._seen)
         if not rows:
             return
         last = rows[-1][1]
-        self._shown = {
-            "loss_scale": last.next_scale,
-            "skipped": record.skipped - self._epoch_start,
-        }
-        if math.isfinite(last.norm):
-            self._shown["grad_norm"] = last.norm
+        shown = {"loss_scale": last.next_scale, "skipped": record.skipped - self._epoch_start}
+        norms = [row.norm for _, row in rows if math.isfinite(row.norm)]
+        self._shown = {**self._shown, **shown, **({"grad_norm": norms[-1]} if norms else {})}
         if self._journal is not None:
             self._write(self._journal, rows)
         self._seen = record.steps
-        self._optimizer.enforce(record)
 
     def _write(self, journal: Journal, rows: list[Any]) -> None:
         now = time.perf_counter()
@@ -146,7 +164,7 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             journal.event("note", self._seen, text=missing)
         names = self._optimizer.names
         self._describe(journal)
-        rate = _number(self._optimizer.learning_rate)
+        rate = self._rate()
         for step, row in rows:
             told = line(step, row, names, rate, seconds)
             if told.verdict is Verdict.SKIP and told.cause is not Cause.NO_GRADIENTS:
@@ -159,11 +177,3 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
                     culprits=[getattr(c, "described", c) for c in culprits_of(row, names)],
                 )
             journal.step(told)
-
-
-def _number(x: Any) -> float:
-    """A learning rate as a number; NaN if it lies outside of its variable just now."""
-    try:
-        return float(ops.convert_to_numpy(x))
-    except Exception:
-        return math.nan

@@ -17,8 +17,8 @@ from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..rules import Off, Rule, ScaleState, Static, parse, preset
 from ..rules._presets import cautious
 from ..rules._rule import is_power_of_two
-from ..verdict import Cause, Limits, StepResult, Verdict, explain_halt
-from ._record import HISTORY, ROWS, Record, Row, Values, memory_of
+from ..verdict import Cause, Limits, StepResult, explain_halt
+from ._record import HISTORY, ROWS, Record, Row, Values, memory_of, told
 from ._saved import checked, rule_bytes
 
 HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
@@ -111,9 +111,9 @@ the "window" so far |
         self._window = self._on.Window()
         self._loss_is_half = False
         self._scaled_once = False
-        self._by_hand = False
-        """Are gradients unscaled by `get_unscaled_gradients`, so that a step must not?"""
         self._hands = _Hands()
+        self._witness: Callable[[TrainingHalted], None] | None = None
+        """Is told of a halt before it is raised."""
 
     # Variables
 
@@ -141,9 +141,8 @@ the "window" so far |
         return next(i for i, v in enumerate(self._variables) if v is variable)
 
     def _position(self, variable: Any) -> int:
-        """A trainable variable's place; an unknown one is told by the inner optimizer."""
-        indices = self._trainable_variables_indices
-        return int(indices.get(self._var_key(variable), len(indices)))
+        """A trainable variable's place."""
+        return int(self._trainable_variables_indices[self._var_key(variable)])
 
     # The path of one step
 
@@ -190,7 +189,12 @@ the "window" so far |
         self._on.apply(self, grads, variables)
         self._hands = _Hands()
         if self.limits != Limits() and self._on.readable(self.dynamic_scale.value):
-            self.enforce()
+            try:
+                self.enforce()
+            except TrainingHalted as why:
+                if self._witness is not None:
+                    self._witness(why)
+                raise
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -203,19 +207,20 @@ the "window" so far |
             raise MisuseError("stateless_apply() before build(model.trainable_variables)")
         grads = list(grads)
         self._checked(grads, None)
-        return self._on.stateless(self, optimizer_variables, grads, trainable_variables)
+        return self._on.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def _checked(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
         """The variables that go with these gradients, or what is wrong with them."""
         if variables is None:
             variables = list(self._trainable_variables)
-            if grads and len(grads) != len(variables):
-                raise MisuseError(
-                    f"{len(grads)} gradients for {len(variables)} variables: pass one for each "
-                    "variable that the optimizer was built with, None where there is none"
-                )
-        self._hands.check(grads, self._by_hand)
-        if not self._scaled_once and not isinstance(self.rule, (Off, Static)) and grads:
+        if grads and len(grads) != len(variables):
+            raise MisuseError(
+                f"{len(grads)} gradients for {len(variables)} variables: pass one for each "
+                "variable, None where there is none"
+            )
+        self._check_variables_are_known(variables)
+        self._hands.check(grads)
+        if not self._scaled_once and self.initial_scale != 1 and grads:
             self._scaled_once = True
             warnings.warn(
                 "gradients came before any loss went through scale_loss(): they are divided by "
@@ -244,16 +249,14 @@ the "window" so far |
 
     def _window_start(self, inner: list[Any]) -> list[tuple[int, Any]]:
         """The inner optimizer's accumulators and counter as they were when its window began."""
-        steps = self.inner_optimizer.gradient_accumulation_steps
-        if not steps:
-            return []
-        sums = {id(v) for v in self.inner_optimizer._accumulated_gradients if v is not None}
+        places = {id(v): i for i, v in enumerate(self.inner_optimizer.variables)}
         fresh = []
-        for i, variable in enumerate(self.inner_optimizer.variables):
-            if variable is self.inner_optimizer._iterations:
-                fresh.append((i, inner[i] - inner[i] % steps))
-            elif id(variable) in sums:
-                fresh.append((i, ops.zeros_like(inner[i])))
+        for optimizer in getattr(self.inner_optimizer, "optimizers", [self.inner_optimizer]):
+            if steps := optimizer.gradient_accumulation_steps:
+                count = places[id(optimizer._iterations)]
+                fresh.append((count, inner[count] - inner[count] % steps))
+                sums = [v for v in optimizer._accumulated_gradients if v is not None]
+                fresh += [(i, ops.zeros_like(inner[i])) for i in (places[id(v)] for v in sums)]
         return fresh
 
     def _forget_window(self) -> None:
@@ -268,10 +271,9 @@ the "window" so far |
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The true gradients, to be clipped or looked at; from now on `apply` takes such ones."""
+        """The true gradients, to be clipped or looked at; the next `apply` takes such ones."""
         grads = list(grads)
         self._hands.check_scaled(grads)
-        self._by_hand = True
         if isinstance(self.rule, Off):
             return grads
         used = self._carried(ops.convert_to_tensor(self.dynamic_scale)) if self.built else None
@@ -280,7 +282,8 @@ the "window" so far |
         true = [None if g is None else self._on.unscaled(g, 1 / used) for g in grads]
         found = [g for g in true if g is not None]
         if found:  # a clip by value would hide it
-            self._window.spoil(self._on.read(found, ops.ones_like(used), False)[0])
+            bad, *_ = self._on.read(found, ops.ones_like(used), False)
+            true = self._window.unscaled(true, bad)
         self._hands = _Hands(grads, true)
         return true
 
@@ -338,29 +341,32 @@ the "window" so far |
         held = self._trainable_variables if self.built else []
         return [getattr(v, "path", None) or str(v.name) for v in held]
 
-    def enforce(self, record: Record | None = None) -> None:
-        """Raises `TrainingHalted` if the last step broke a limit; `ScaleLogger` calls it in `fit`.
+    def enforce(self, record: Record | None = None, since: int | None = None) -> None:
+        """Raises `TrainingHalted` if the last step (or one from number `since` on) broke a limit;
+        `ScaleLogger` calls it in `fit`.
 
         >>> import keras
         >>> from gradlift.keras import LossScaleOptimizer
         >>> LossScaleOptimizer(keras.optimizers.SGD(0.1), max_consecutive_skips=9).enforce()
         """
         record = record or self.record
-        result = record.result(self.names)
-        if result is None or result.verdict is Verdict.APPLY:
+        for step, row in record.rows(record.steps - 1 if since is None else since):
+            self._enforce(step, int(row.skips), told(row, self.names))
+
+    def _enforce(self, step: int, skips: int, result: StepResult) -> None:
+        if result.stepped:
             return
-        cause, skips, most = result.cause, record.state.skips, self.limits.max_consecutive_skips
+        cause, most = result.cause, self.limits.max_consecutive_skips
         at_floor = cause is Cause.FLOOR
         if at_floor and self.limits.on_floor == "warn":
             warnings.warn(
                 f"overflow at the smallest scale, {result.scale:g}: the step was skipped and the "
                 f"scale held. First non-finite gradient: {(*result.culprits, 'unknown')[0]}",
-                stacklevel=2,
+                stacklevel=3,
             )
         too_many = most is not None and skips > most and cause is not Cause.NO_GRADIENTS
         if too_many or (at_floor and self.limits.on_floor == "raise"):
-            before = ScaleState(result.scale, skips=skips - 1)
-            step, bad = record.steps - 1, result.culprits
+            before, bad = ScaleState(result.scale, skips=skips - 1), result.culprits
             raise TrainingHalted(explain_halt(cause, before, self.rule, step=step, culprits=bad))
 
     # Saving
@@ -410,8 +416,8 @@ class _Hands:
                 "it once a step"
             )
 
-    def check(self, grads: list[Any], by_hand: bool) -> None:
-        if by_hand and any(id(g) in self._scaled for g in grads):
+    def check(self, grads: list[Any]) -> None:
+        if any(id(g) in self._scaled for g in grads):
             raise MisuseError(
                 "these gradients still carry the scale, though get_unscaled_gradients() was called "
                 "on them: apply what it returned"

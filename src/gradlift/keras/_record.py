@@ -35,6 +35,8 @@ class Row(NamedTuple):
     loss: Any
     cause: Any
     culprit: Any
+    skips: Any
+    """Steps not applied in a row, with this one."""
 
 
 class Values(NamedTuple):
@@ -91,12 +93,12 @@ class Record:
 
     def rows(self, since: int) -> list[tuple[int, Row]]:
         """The steps from number `since` on, as far as the ring still holds them."""
-        first = max(since, self.steps - ROWS)
+        first = max(since, self.steps - ROWS, 0)
         return [(n, Row(*map(float, self._ring[n % ROWS]))) for n in range(first, self.steps)]
 
     def result(self, names: Sequence[str]) -> StepResult | None:
         """What the last step came to; None before the first."""
-        last = self.rows(self.steps - 1) if self.steps else []
+        last = self.rows(self.steps - 1)
         return told(last[0][1], names) if last else None
 
 

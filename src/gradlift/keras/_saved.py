@@ -25,11 +25,11 @@ def checked(
     `kept` are the places of scale, clean steps, history and ring. Keras' own class saves no
     history: then only what it knows is taken.
     """
-    names = {str(name) for name in store.keys()} - {"rule"}  # noqa: SIM118  (no mapping)
-    places = list(range(len(shapes)))
-    if len(names) == len(shapes) - 2:
+    names = {str(name) for name in store.keys()}  # noqa: SIM118  (no mapping)
+    places, ours = list(range(len(shapes))), "rule" in names
+    if not ours:
         places = [i for i in places if i not in kept[2:]]
-    elif len(names) != len(shapes):
+    if len(names) - ours != len(places):
         return None
     found = {place: np.asarray(store[str(n)]) for n, place in enumerate(places)}
     for place, value in found.items():
@@ -39,12 +39,11 @@ def checked(
                 f"{shapes[place]}: it was saved with another model"
             )
     scale, clean = float(found[kept[0]]), int(found[kept[1]])
-    if kept[2] not in found:
+    if not ours:
         _check(rule, rule.init()._replace(scale=scale, clean=clean if _counts(rule) else 0))
         return found
     history = [int(x) for x in found[kept[2]]]
-    if "rule" in store.keys():  # noqa: SIM118
-        _same(rule, bytes(np.asarray(store["rule"])))
+    _same(rule, bytes(np.asarray(store["rule"])))
     _check(rule, state_of(Values(scale, clean, history, None)))
     if min(counts_of(history)) < 0:
         raise StateError("the saved optimizer's counts are negative: the file is damaged")

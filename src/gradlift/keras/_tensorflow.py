@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..errors import MisuseError
 from ..formats import FP32
 from ..reading import Reading
 from ._record import Values
@@ -25,7 +26,7 @@ class Window:
     def __init__(self) -> None:
         with tf.init_scope():
             self.held = tf.Variable(
-                [0.0, 0.0, 0.0],
+                tf.zeros(4),
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
@@ -34,13 +35,27 @@ class Window:
 
     def note(self, loss: Any) -> None:
         total = tf.reduce_sum(tf.cast(loss, tf.float32))
-        self.held.assign_add(tf.stack([tf.ones(()), total, tf.zeros(())]))
+        self._add(1.0, total, 0.0, 0.0)
 
-    def spoil(self, found: Any) -> None:
-        self.held.assign_add(tf.stack([tf.zeros(()), tf.zeros(()), tf.cast(found, tf.float32)]))
+    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
+        """Gradients were unscaled by hand; was one of them not finite?"""
+        self._add(0.0, 0.0, 1.0, tf.cast(found, tf.float32))
+        return true
+
+    def _add(self, losses: float, total: Any, by_hand: float, spoiled: Any) -> None:
+        _check_place()
+        self.held.assign_add(tf.stack([losses, total, by_hand, spoiled]))
 
     def clear(self) -> None:
-        self.held.assign([0.0, 0.0, 0.0])
+        self.held.assign(tf.zeros(4))
+
+
+def _check_place() -> None:
+    if tf.distribute.in_cross_replica_context():
+        raise MisuseError(
+            "losses are scaled and gradients applied by each replica: put the whole step into a "
+            "function and call strategy.run(function, args=(batch,))"
+        )
 
 
 def elements(g: Any) -> Any:
@@ -103,8 +118,7 @@ def unscaled(g: Any, inverse: Any) -> Any:
 
 def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     """One step, decided once for all replicas."""
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError("apply() must be called in a replica context: use strategy.run(...)")
+    _check_place()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         seen = _seen(opt, grads, variables)
         _finish(opt, seen, lambda: _move(opt, grads, variables))
@@ -125,11 +139,16 @@ def _seen(opt: Any, grads: list[Any], variables: list[Any]) -> tuple[Any, ...] |
     marked = opt._indexed(grads, variables)
     if not marked:
         return None
-    used = opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
-    factor = tf.ones(()) if opt._by_hand else used
+    used, factor = _factors(opt)
     nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, opt.rule.magnitudes)
     bad = tf.cond(nonfinite, lambda: first_bad(marked), lambda: tf.zeros(()))
     return nonfinite, amax * (used / factor), norm, bad
+
+
+def _factors(opt: Any) -> tuple[Any, Any]:
+    """The scale that the loss carried, and what is left of it in the gradients."""
+    used = opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
+    return used, tf.where(opt._window.held.read_value()[2] > 0, 1.0, used)
 
 
 def _together(found: Any) -> tuple[Any, ...]:
@@ -141,9 +160,8 @@ def _together(found: Any) -> tuple[Any, ...]:
 
 
 def _move(opt: Any, grads: list[Any], variables: list[Any]) -> None:
-    if not opt._by_hand:
-        inverse = 1 / opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
-        grads = opt._mapped(lambda g: unscaled(g, inverse), grads, variables)
+    _, factor = _factors(opt)
+    grads = opt._mapped(lambda g: unscaled(g, 1 / factor), grads, variables)
     opt.inner_optimizer.apply(grads, variables)
 
 
@@ -153,7 +171,7 @@ def _finish(opt: Any, seen: tuple[Any, ...] | None, move: Callable[[], Any]) -> 
         after = nothing(values)
     else:
         nonfinite, amax, norm, bad = seen
-        losses, total, spoiled = tf.unstack(opt._window.held.read_value())
+        losses, total, _, spoiled = tf.unstack(opt._window.held.read_value())
         known = losses > 0
         dead = known & ~tf.math.is_finite(total)
         reading = Reading(nonfinite | (spoiled > 0), amax, dead, norm=norm)

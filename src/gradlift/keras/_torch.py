@@ -23,16 +23,20 @@ class Window:
     def clear(self) -> None:
         self.losses = 0
         self.total: Any = math.nan
+        self.by_hand = False
         self.spoiled = False
 
     def note(self, loss: Tensor) -> None:
         """A sum that is not finite tells of a loss that is not."""
-        here = loss.detach().sum(dtype=torch.float64)
+        here = loss.detach().sum(dtype=torch.promote_types(loss.dtype, torch.float32))
         self.total = here if not self.losses else self.total + here
         self.losses += 1
 
-    def spoil(self, found: Any) -> None:
+    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
+        """Gradients were unscaled by hand; was one of them not finite?"""
+        self.by_hand = True
         self.spoiled = self.spoiled or bool(found)
+        return true
 
 
 def readable(value: Any) -> bool:
@@ -75,7 +79,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     used = opt._carried(state.scale)
     state = state._replace(scale=used)
     marked = opt._indexed(grads, variables)
-    factor = 1.0 if opt._by_hand else used
+    factor = 1.0 if window.by_hand else used
     loss = float(window.total) if window.losses else math.nan
     reading = Reading(nonfinite=False, amax=0.0, checked=bool(marked))
     if marked:
@@ -95,7 +99,8 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     if cause is Cause.NO_GRADIENTS:
         after = after._replace(scale=known.scale)
     counts = counts_of(known.history)
-    row = Row(used, after.scale, reading.amax, reading.norm, loss, int(cause), culprit)
+    numbers = used, after.scale, reading.amax, reading.norm, loss
+    row = Row(*numbers, int(cause), culprit, after.skips)
     ring = held.ring.clone()
     ring[sum(counts) % ROWS] = torch.tensor(row, dtype=torch.float32)
     counts = [n + (i == cause) for i, n in enumerate(counts)]

@@ -24,14 +24,14 @@ def settled(
     cause = ops.cast(cause_of(reading, before, rule, loss_known=known, xp=ops), "int32")
     after = rule.advance(before, reading, ops)
     counts = counts_of(values.history)
-    row = Row(used, after.scale, reading.amax, reading.norm, loss, cause, culprit)
+    row = Row(used, after.scale, reading.amax, reading.norm, loss, cause, culprit, after.skips)
     return ops.equal(cause, int(Cause.NONE)), kept(values, after, counts, cause, row)
 
 
 def nothing(values: Values) -> Values:
     """The variables after a step that had no gradients."""
     state, cause = state_of(values), ops.convert_to_tensor(int(Cause.NO_GRADIENTS), "int32")
-    row = Row(state.scale, state.scale, 0.0, math.nan, math.nan, cause, 0)
+    row = Row(state.scale, state.scale, 0.0, math.nan, math.nan, cause, 0, state.skips)
     return kept(values, state, counts_of(values.history), cause, row)
 
 

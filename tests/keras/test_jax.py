@@ -1,0 +1,146 @@
+"""JAX's own ways: values in, values out, inside `jit`, on several devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("these are JAX's", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+from line import bits, lifted, line
+
+from gradlift import Cause
+from gradlift.keras import LossScaleOptimizer
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+FOLDER = Path(__file__).parent
+
+
+def half(w, x):
+    """The product passes through float16, as in a mixed model."""
+    return (w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32).sum()
+
+
+class Loop:
+    """A training loop as Keras' guide for JAX writes it."""
+
+    def __init__(self, rule="dynamic:init_scale=2^8,growth_interval=3", clip=None, **how):
+        self.w = keras.Variable(np.zeros(2, np.float32), name="w")
+        self.optimizer = LossScaleOptimizer(SGD(1.0), rule=rule)
+        self.optimizer.build([self.w])
+        self.clip = clip
+        self.one = jax.jit(self.one, **how)
+
+    def one(self, weights, held, x):
+        scope = keras.StatelessScope(state_mapping=list(zip(self.optimizer.variables, held)))
+        with scope:
+            grads = jax.grad(lambda w: self.optimizer.scale_loss(half(w[0], x)))(weights)
+            if self.clip:
+                true = self.optimizer.get_unscaled_gradients(grads)
+                grads = [jnp.clip(g, -self.clip, self.clip) for g in true]
+        return self.optimizer.stateless_apply(held, grads, weights)
+
+    def step(self, *x):
+        held = self.optimizer.variables
+        values = [self.w.value], [v.value for v in held]
+        moved, kept = self.one(*values, jnp.float32(x))
+        for variable, value in zip([self.w, *held], [*moved, *kept], strict=True):
+            variable.assign(value)
+        return self.optimizer.result
+
+
+def test_a_loop_of_values():
+    loop = Loop(donate_argnums=(0, 1))
+    told = [loop.step(x, 1) for x in (0.5, 4096, 0.5, 0.25, 0.25)]
+    unknown = Cause.UNKNOWN_NONFINITE  # the loss is gone when the step comes
+    assert [r.cause for r in told] == [0, unknown, 0, 0, 0]
+    assert [r.scale for r in told] == [256, 256, 128, 128, 128]
+    assert loop.w.numpy().tolist() == [-1.5, -4]
+    assert float(loop.optimizer.loss_scale) == 256
+
+
+def test_a_loop_that_unscales_by_hand():
+    loop = Loop(clip=2.0)
+    for x in (0.5, 3, np.nan, 4096, 0.5, 0.5):  # the clip hides neither NaN nor inf
+        loop.step(x, 1)
+    assert loop.w.numpy().tolist() == [-3.5, -4]
+    assert loop.optimizer.skipped_steps == 2
+    # A step traced later is not taken for one by hand.
+    loop.clip = None
+    loop.one = jax.jit(lambda *values: Loop.one(loop, *values))
+    loop.step(1, 1)
+    assert loop.w.numpy().tolist() == [-4.5, -5]
+
+
+def test_gradients_in_jit_and_the_step_outside():
+    w = keras.Variable(np.zeros(1, np.float32))
+    optimizer = LossScaleOptimizer(SGD(1.0), rule="dynamic:init_scale=8,growth_interval=1")
+    optimizer.build([w])
+
+    @jax.jit
+    def backward(held, weight, x):
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, held))):
+            grad = jax.grad(lambda v: optimizer.scale_loss((v * x).sum()))(weight)
+            return optimizer.get_unscaled_gradients([grad])
+
+    for _ in range(3):
+        held = [v.value for v in optimizer.variables]
+        optimizer.apply(backward(held, w.value, jnp.float32([1.0])), [w])
+    assert w.numpy().tolist() == [-3]
+    assert float(optimizer.loss_scale) == 64
+
+
+def test_nothing_calls_back():
+    """No host is asked during a step, and it is traced once."""
+    optimizer = lifted(Adam(0.1, gradient_accumulation_steps=2), rule="auto", drop="window")
+    model = line(optimizer)
+    optimizer.build(model.trainable_variables)
+    values = (
+        [v.value for v in optimizer.variables],
+        [jnp.ones((1, 1))],
+        [v.value for v in model.trainable_variables],
+    )
+    optimizer.scale_loss(jnp.float32(1))
+    text = str(jax.make_jaxpr(optimizer.stateless_apply)(*values))
+    assert "is_finite" in text
+    assert "callback" not in text
+    peeping = jax.make_jaxpr(lambda x: jax.debug.callback(print, x))(1.0)
+    assert "callback" in str(peeping)  # so it would be found
+
+
+def test_a_refused_step_gives_back_the_same_bits():
+    w = keras.Variable(np.float32([-0.0, 1e-42, 3]))
+    optimizer = LossScaleOptimizer(Adam(0.5), rule="static:8")
+    optimizer.build([w])
+    optimizer.scale_loss(jnp.float32(1))
+    for run in (optimizer.stateless_apply, jax.jit(optimizer.stateless_apply)):
+        held = [v.value for v in optimizer.variables]
+        moved, kept = run(held, [jnp.float32([1, jnp.nan, 1])], [w.value])
+        assert np.asarray(moved[0]).tobytes() == np.asarray(w.value).tobytes()
+        inner = len(optimizer.inner_optimizer.variables)
+        assert [np.asarray(v).tobytes() for v in kept[-inner:]] == bits(
+            optimizer.variables[-inner:]
+        )
+
+
+def test_two_devices_decide_alike(tmp_path):
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "data_parallel_job.py")],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert told == ["one_decision_for_both", "the_same_as_on_one_device"]
