@@ -87,6 +87,8 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch_start = self._read().skipped
+        if self._shown:
+            self._shown = {**self._shown, "skipped": 0}
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         together = self.model.steps_per_execution
@@ -159,11 +161,11 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         first = rows[0][0]
         seconds = (now - self._since) / (rows[-1][0] + 1 - self._seen)
         self._since = now
+        self._describe(journal)
         if first > self._seen:
             missing = f"{first - self._seen} steps ran unseen: more than {ROWS} between two looks"
             journal.event("note", self._seen, text=missing)
         names = self._optimizer.names
-        self._describe(journal)
         rate = self._rate()
         for step, row in rows:
             told = line(step, row, names, rate, seconds)
