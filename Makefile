@@ -45,6 +45,7 @@ bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/torch_step.py
 	@$(BIN)/python benchmarks/torch_masters.py
 	@$(BIN)/python benchmarks/torch_overhead.py
+	@$(BIN)/python benchmarks/torch_ranks.py
 	@$(BIN)/python benchmarks/jax_step.py
 	@$(BIN)/python benchmarks/keras_step.py
 

@@ -31,6 +31,10 @@ class MisuseError(GradliftError, RuntimeError):
     """Calls in an order that cannot work; the message names the call that is missing."""
 
 
+class RankError(MisuseError):
+    """Ranks that must act together cannot: they differ, or one of them no longer answers."""
+
+
 class TrainingHalted(GradliftError, RuntimeError):
     """A limit set by the user was reached: training was stopped before it wasted more steps."""
 

@@ -611,6 +611,7 @@ def without(name):
 FIVE = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 ZERO = 0
 BAD = [math.nan, math.inf, -1.0, ZERO, 0.0, "8", None, True, [8.0], {}, torch.tensor(8.0), 10**400]
+BAD_KEYS = [{"a": None}, {"a": {}}, {"a": {"scale": 0.0, "clean": 0}}]
 DAMAGE = {
     **{f"without {name}": without(name) for name in FIVE},
     **{
@@ -639,8 +640,8 @@ DAMAGE = {
             "left": [-1, 0.5, "1", None],
             "steps": [-1, 0.5, "1", None, True],
             "skipped": [-1, 0.5, "1", None, True],
-            "keys": [None, [1], 3, {"a": None}, {"a": {}}, {"a": {"scale": 0.0, "clean": 0}}],
-            "events": [None, 3, [3], [[1, "skip"]], [[1, "skip", 3]]],
+            "keys": [None, {}, "[1]", "3", "{", *map(json.dumps, BAD_KEYS)],
+            "events": [None, [], "3", "[3]", "[", '[[1, "skip"]]', '[[1, "skip", 3]]'],
         }.items()
         for value in values
     },

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ..errors import MisuseError
+from ._agree import alone
 from ._inspect import dense, look
 
 
 class DropBad:
-    """Moves each micro-batch's gradients into a side buffer if they are finite, else drops them."""
+    """Moves each micro-batch's gradients into a side buffer if they are finite, else drops them.
 
-    def __init__(self) -> None:
+    `agree(bad, found, which, params)` says what all ranks think of the micro-batch: was it bad, and
+    did it leave any gradients?
+    """
+
+    def __init__(
+        self, agree: Callable[[bool, bool, int, list[Tensor]], tuple[bool, bool]] | None = None
+    ) -> None:
         self.kept: list[int] = []
         """Indices of the micro-batches that were added up."""
         self.dropped: list[int] = []
         """Indices of those that were not."""
+        self._agree = agree or (lambda bad, found, *_: (bad, found))
         self._sums: dict[Tensor, Tensor | None] = {}
         self._seen = 0
+        self._expected = False
 
     def expect(self, params: list[Tensor]) -> None:
         """A backward pass over these is about to come: what they hold already is put aside."""
+        self._expected = True
         for p in params:
             if p not in self._sums:
                 self._sums[p], p.grad = p.grad, None
 
     def micro_batch_done(self) -> None:
         """The gradients now in `.grad` are one micro-batch's: judge them."""
-        grads = {p: p.grad for p in self._sums if p.grad is not None}
-        if not grads:
+        if not self._expected:
             return
-        if look([dense(g) for g in grads.values()], 1.0, amax=False).nonfinite:
+        self._expected = False
+        grads = {p: p.grad for p in self._sums if p.grad is not None}
+        bad = bool(look([dense(g) for g in grads.values()], 1.0, amax=False).nonfinite)
+        bad, found = self._agree(bad, bool(grads), self._seen, list(self._sums))
+        if not found:
+            return
+        if bad:
             self.dropped.append(self._seen)
         else:
             self.kept.append(self._seen)
@@ -47,3 +65,9 @@ class DropBad:
         self.micro_batch_done()
         for p, total in self._sums.items():
             p.grad = total
+        if self._sums and not self._seen and not alone():
+            raise MisuseError(
+                "drop_bad found no gradients on the parameters below the loss: FSDP hands them on "
+                "to its shards during backward, where micro-batches cannot be told apart. Leave "
+                "drop_bad out: a bad window is then skipped as a whole"
+            )

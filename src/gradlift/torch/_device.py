@@ -15,15 +15,18 @@ from torch import Tensor
 
 from ..reading import Reading
 from ..rules import ScaleState
-from ..verdict import Cause, LaterResult, StepResult, Verdict, decide
-from ._agree import agree
+from ..verdict import Cause, Culprit, LaterResult, StepResult, Verdict, decide
+from ._agree import NOT_TAKEN, Heard, Said, agree_on_device, packed
 from ._apply import folded_step, is_fused, must_know
+from ._circle import SAME, Circle
 from ._gradients import multiply
 from ._inspect import device_look, not_finite
 from ._masters import MasterWeights
-from ._names import culprits_by_peak
+from ._names import culprits_by_peak, with_told
 from ._probe import largest, tell
-from ._track import Facts, Track, Window
+from ._shards import value_of
+from ._track import Facts, Track
+from ._window import Window
 
 
 class _Copy:
@@ -43,26 +46,18 @@ class _Copy:
         return slice(start, len(self.scalars))
 
     def _packed(self) -> Tensor:
-        # A number is filled in on the device: copying it there would wait for the device.
-        return torch.stack(
-            [
-                x.to(self.device, non_blocking=True).reshape(()).float()
-                if isinstance(x, Tensor)
-                else torch.full((), float(x), device=self.device)
-                for x in self.scalars
-            ]
-        )
+        return packed(self.scalars, self.device)
 
     def start(self) -> None:
         """Begins the copy without waiting for it."""
-        packed = self._packed()
-        if packed.device.type == "cuda":
-            self.host = torch.empty(packed.shape, pin_memory=True)
-            self.host.copy_(packed, non_blocking=True)
+        there = self._packed()
+        if there.device.type == "cuda":
+            self.host = torch.empty(there.shape, pin_memory=True)
+            self.host.copy_(there, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
         else:
-            self.host = packed.cpu()
+            self.host = there.cpu()
 
     def values(self, where: slice) -> list[float]:
         if len(self.numbers) < len(self.scalars):
@@ -110,6 +105,8 @@ class DeviceTrack(Track):
     def put(self, state: ScaleState) -> None:
         for held, value in zip(self.tensors, state):
             held.fill_(value)
+        for circle in self.circles.values():
+            circle.compared = False
 
     def factor(self, device: torch.device) -> Any:
         return self.tensors.scale.to(device, non_blocking=True)
@@ -118,6 +115,7 @@ class DeviceTrack(Track):
         return self.tensors.scale.reciprocal()
 
     def note(self, loss: Tensor) -> None:
+        loss = value_of(loss)
         value = loss.detach().float().sum() if loss.numel() != 1 else loss.detach().reshape(())
         if self.want_norm:  # recorded
             self.loss = self.loss + value.float().to(self.device, non_blocking=True)
@@ -146,37 +144,87 @@ class DeviceTrack(Track):
         return params, grads, elements
 
     def read(self, window: Window, norm: bool) -> None:
+        circle = window.circle
+        takes = norm or self.want_norm or circle.asked_norm
+        window.has_norm, window.loss_known = takes, self.calls > 0 and circle.everyone
+        amax = self.want_amax or circle.asked_amax
         if not window.grads:
             gone = bool(self.left_out)
-            dead = gone and not self.spoiled
-            nothing = Reading(gone, math.inf if gone else 0.0, dead, checked=gone)
-            window.reading = self.agreed(nothing)
-            return
-        window.look = found = device_look(
-            window.grads,
-            self.inverse(),
-            norm=norm or self.want_norm,
-            amax=self.want_amax,
-            clips=norm,
-            full=self.positions(window),
-        )
-        window.norm, window.has_norm = found.norm, norm or self.want_norm
-        window.reading = self.agreed(
-            Reading(
+            dead = 2 * (gone and not self.spoiled)
+            reading = Reading(gone, math.inf if gone else 0.0, dead > 0, checked=gone)
+        else:
+            dead = self.dead(window)
+            window.look = found = device_look(
+                window.grads,
+                self.inverse(),
+                norm=takes,
+                amax=amax,
+                clips=norm,
+                full=self.positions(window),
+            )
+            window.norm = found.norm
+            reading = Reading(
                 nonfinite=found.nonfinite,
                 amax=found.amax,
-                loss_nonfinite=self.blamed_loss(found.nonfinite),
+                loss_nonfinite=self.blamed_loss(window, found.nonfinite),
                 norm=window.norm,
                 probe_amax=self.probed(window),
             )
-        )
+        if circle.group is not None:
+            reading = self.agree(window, reading, dead, amax=amax)
+            if norm:  # it clips: a norm that leaves float32 is no norm
+                bad = reading.nonfinite.logical_or(not_finite(window.norm))
+                reading = reading._replace(nonfinite=bad)
+        window.reading = reading
+
+    def ask(self, mine: Said, circle: Circle) -> Heard:
+        return agree_on_device(mine, circle, self.device)
+
+    def own_and_shared(self, window: Window) -> tuple[Any, Any]:
+        found, circle = window.look, window.circle
+        if not window.has_norm:
+            return NOT_TAKEN if circle.has_own else 0.0, NOT_TAKEN
+        if found is None or found.lengths is None:
+            return 0.0, 0.0
+        if circle.common is not None:
+            n = found.norm
+            return (0.0, n) if circle.common == SAME else (n * math.sqrt(circle.common), 0.0)
+        own = self.constant(window, "own", lambda p: max(circle.weights[id(p)], 0.0) ** 0.5)
+        same = self.constant(window, "same", lambda p: float(circle.weights[id(p)] == SAME))
+        norm = torch.linalg.vector_norm
+        return norm(found.lengths * own), norm(found.lengths * same)
+
+    def first_bad(self, window: Window) -> Any:
+        found, circle = window.look, window.circle
+        if found is None or found.peaks is None:
+            return 0
+        at = self.constant(window, "place", lambda p: 2.0 * circle.position(p))
+        kind = 1 + found.peaks.isnan()
+        return torch.where(not_finite(found.peaks), at + kind, 0.0).amax()
+
+    def constant(self, window: Window, name: str, of: Callable[[Tensor], float]) -> Tensor:
+        """A number for each gradient that was looked at; sent to the device once, as that waits."""
+        circle, params = window.circle, window.params
+        assert window.look is not None
+        some = () if len(params) == len(circle.params) else tuple(map(id, params))
+        key = name, window.look.order, some
+        if key not in circle.tensors:
+            values = [of(params[i]) for i in window.look.order]
+            circle.tensors[key] = torch.tensor(values, device=self.device)
+        return circle.tensors[key]
 
     def probed(self, window: Window) -> Any:
         peak = super().probed(window)
         return peak.to(self.device, non_blocking=True) if isinstance(peak, Tensor) else peak
 
-    def blamed_loss(self, nonfinite: Any) -> Any:
-        if not self.speaks_for_all or not self.flags:
+    def dead(self, window: Window) -> Any:
+        if window.circle.group is None or not window.circle.everyone or not self.flags:
+            return 0
+        losses = torch.stack(self.losses).float()
+        return losses.amax() + losses.amin()
+
+    def blamed_loss(self, window: Window, nonfinite: Any) -> Any:
+        if window.circle.group is not None or not window.circle.everyone or not self.flags:
             return False
         if len(self.flags) == 1:
             return self.flags[0]
@@ -189,25 +237,29 @@ class DeviceTrack(Track):
         self.losses = list(self.flags)
 
     def recheck(self, window: Window) -> None:
-        if self.group is None and window.grads:
+        if window.circle.group is None and window.grads:
             assert window.reading is not None
             window.look = device_look(window.grads, torch.ones_like(self.tensors.scale), norm=False)
             bad = window.look.nonfinite.logical_or(window.reading.nonfinite)
             window.reading = window.reading._replace(nonfinite=bad, checked=True)
 
     def lacks_norm(self, window: Window) -> bool:
-        return bool(window.grads) and not window.has_norm
+        asked = bool(window.grads) or window.circle.group is not None
+        return asked and not window.has_norm
 
     def take_norm(self, window: Window) -> None:
+        ones = torch.ones_like(self.tensors.scale)
         if window.grads:
-            ones = torch.ones_like(self.tensors.scale)
-            window.norm = device_look(window.grads, ones, norm=True).norm
-
-    def agreed(self, reading: Reading) -> Reading:
-        return reading if self.group is None else agree(reading, self.group, self.device)
+            window.look = device_look(window.grads, ones, norm=True)
+            window.norm = window.look.norm
+        if window.circle.has_own:
+            window.has_norm = True
+            own, shared = self.own_and_shared(window)
+            said = Said(False, 0, 0, 0, own=own, shared=shared, scale=self.tensors.scale)
+            window.norm = agree_on_device(said, window.circle, self.device).norm
 
     def clip(self, window: Window, max_norm: float) -> Any:
-        if not window.grads:
+        if not window.grads and window.circle.group is None:
             return torch.zeros_like(self.tensors.scale)
         window.coefficient = (max_norm / (window.norm + 1e-6)).clamp(max=1.0)
         return window.norm
@@ -215,7 +267,7 @@ class DeviceTrack(Track):
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         args, kwargs = call
         window.stepped = True
-        if not window.grads and self.group is None and not self.left_out:
+        if not window.grads and window.circle.group is None and not self.left_out:
             window.verdict, window.cause = Verdict.SKIP, Cause.NO_GRADIENTS
             return None
         coefficient = window.coefficient
@@ -229,7 +281,8 @@ class DeviceTrack(Track):
             if isinstance(reading.loss_nonfinite, Tensor):
                 bad = bad.logical_or(reading.loss_nonfinite)
             return folded_step(window.optimizer, grad_scale, bad.float(), *args, **kwargs)
-        window.verdict, window.cause = self.decided(reading, retries_left)  # the one read
+        known = window.loss_known
+        window.verdict, window.cause = self.decided(reading, known, retries_left)  # the one read
         window.stepped = window.verdict is not Verdict.RETRY
         if window.verdict is not Verdict.APPLY or window.done:
             return None
@@ -241,17 +294,18 @@ class DeviceTrack(Track):
         multiply(window.params, window.grads, factor)
         return window.optimizer.step(*args, **kwargs)
 
-    def decided(self, reading: Reading, retries_left: int = 0) -> tuple[Verdict, Cause]:
+    def decided(
+        self, reading: Reading, loss_known: Any, retries_left: int = 0
+    ) -> tuple[Verdict, Cause]:
         """The verdict, for those who cannot go on without it: one read."""
         copy = _Copy(self.device)
         seen = [reading.nonfinite, reading.amax, reading.loss_nonfinite, reading.checked]
-        values = copy.values(copy.add([*self.tensors, *seen, reading.probe_amax]))
+        values = copy.values(copy.add([*self.tensors, *seen, reading.probe_amax, loss_known]))
         state = ScaleState(values[0], *map(int, values[1:7]))
-        nonfinite, amax, dead, checked, probe = values[7:]
+        nonfinite, amax, dead, checked, probe, known = values[7:]
         told = Reading(nonfinite > 0, amax, dead > 0, checked > 0, probe_amax=probe)
-        known = self.calls > 0 and self.speaks_for_all
         return decide(
-            told, state, self.rule, self.limits, loss_known=known, retries_left=retries_left
+            told, state, self.rule, self.limits, loss_known=known > 0, retries_left=retries_left
         )
 
     def told(self, values: list[float]) -> tuple[ScaleState, Reading]:
@@ -263,28 +317,29 @@ class DeviceTrack(Track):
         """A result that is fetched when asked, with everything else of this window."""
         reading, found, params = window.reading, window.look, window.params
         assert reading is not None
-        calls, notes, known = self.calls, self.notes(), self.calls > 0 and self.speaks_for_all
+        calls, notes, circle = self.calls, self.notes(), window.circle
         left_out, copy = self.left_out, self.copy
         # Not the window itself: it would keep all gradients alive until somebody looks.
         verdict_known, cause_known = window.verdict, window.cause
         state = self.tensors
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
         seen = [reading.nonfinite, reading.loss_nonfinite, reading.checked, window.norm]
-        where = copy.add([*held, *seen, *self.flags])
+        where = copy.add([*held, *seen, window.loss_known, window.told, *self.flags])
 
         def read() -> StepResult:
-            *telling, norm = copy.values(where)[:7]
-            flags = copy.values(where)[7:]
+            *telling, norm, known, culprit = copy.values(where)[:9]
+            flags = copy.values(where)[9:]
             before, told = self.told(telling)
             verdict, cause = verdict_known, cause_known
             if verdict is None:
-                verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known)
+                verdict, cause = decide(told, before, self.rule, self.limits, loss_known=known > 0)
             bad = verdict is not Verdict.APPLY and cause is not Cause.NO_GRADIENTS
             which = next((i for i, f in enumerate(flags) if f), calls - 1) if calls > 1 else None
             which = left_out[0] if left_out else which
-            blamed: tuple[str, ...] = ()
+            blamed: tuple[Culprit, ...] = ()
             if found is not None and found.order and told.nonfinite:
                 blamed = culprits_by_peak(params, found, self.names)
+            blamed = with_told(blamed, int(culprit), circle, self.names)
             norm = math.nan if told.nonfinite else norm
             object.__setattr__(later, "before", before)
             return StepResult(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MisuseError, SettingsError
@@ -19,10 +21,13 @@ from ..rules._rule import LARGEST, is_power_of_two
 from ..verdict import Limits, StepResult
 from ._accumulate import DropBad
 from ._agree import world_size
+from ._circle import Sharded, remembered, resolved
 from ._device import DeviceTrack
 from ._names import Names, named
 from ._report import Report
+from ._shards import distributed
 from ._state import load, save
+from ._sync import assert_in_sync
 from ._track import Track
 
 
@@ -87,6 +92,17 @@ def with_scale_allowed(rule: Rule, scale: float) -> Rule:
     raise SettingsError(f"new_scale is {scale!r}: the rule {rule.name!r} needs a power of two")
 
 
+def _nobody() -> None:
+    """There are no other ranks."""
+
+
+def _never() -> Any:
+    return _never  # equal to no group, and not None either
+
+
+_NEVER = _never
+
+
 class DropIn(torch.amp.GradScaler):
     """Settings and state of a `GradScaler`, and torch's accessors to them."""
 
@@ -106,6 +122,7 @@ class DropIn(torch.amp.GradScaler):
         max_consecutive_skips: int | None = None,
         skip: str = "each",
         process_group: Any = None,
+        sharded: Sharded = False,
         journal: Journal | None = None,
         names: Names = None,
         allow_fp16_params: bool = False,
@@ -135,11 +152,16 @@ class DropIn(torch.amp.GradScaler):
         self._sharp: Rule | None = None
         if isinstance(rule, str) and (gentle := cautious(rule)):
             self._sharp, self._rule = self._rule, gentle
-        self._settled = False
+        self._replicas = 1  # what the rule was told of
+        self._settled: Any = _NEVER
+        if not (isinstance(sharded, bool) or callable(sharded)):
+            raise SettingsError(
+                f"sharded is {sharded!r}, expected True, False or a function of a parameter"
+            )
         self._arguments: list[Any] = list(factors)
         self._limits = Limits(max_consecutive_skips, on_floor)
         self._skip = skip
-        self._group = process_group
+        self._group, self._sharded = remembered(process_group), sharded
         self._names = named(names)
         self._allow_fp16_params = allow_fp16_params
         self._report = Report(
@@ -158,6 +180,7 @@ class DropIn(torch.amp.GradScaler):
             limits=self._limits,
             key=key,
             group=self._group,
+            sharded=self._sharded,
             names=self._names,
             allow_fp16_params=self._allow_fp16_params,
             want_amax=self._rule.magnitudes or recorded,
@@ -252,16 +275,46 @@ class DropIn(torch.amp.GradScaler):
             if not self._rule.calibrated(state):  # nothing but the other rule's own start
                 track.put(fresh._replace(scale=state.scale, skips=state.skips))
         self._use_rule(self._sharp)
-        self._sharp, self._settled = None, False
+        self._sharp, self._settled = None, _NEVER
 
     def _settle(self) -> None:
-        """Ranks average their gradients: what is seen afterwards may have been that much larger."""
-        if self._settled:
+        """Ranks average their gradients: what is seen afterwards may have been that much larger.
+        Asked for anew when the default group has been."""
+        world = dist.group.WORLD if distributed() else None
+        if self._settled() is world:
             return
-        self._settled = True
-        ranks = world_size(self._group)
-        if ranks > 1 and isinstance(self._rule, Headroom) and self._rule.replicas == 1:
-            self._use_rule(dataclasses.replace(self._rule, replicas=ranks))
+        self._settled = _nobody if world is None else weakref.ref(world)
+        ranks = max(world_size(resolved(self._group)), 1)
+        if isinstance(self._rule, Headroom) and self._rule.replicas == self._replicas:
+            self._replicas = ranks
+            if self._rule.replicas != ranks:
+                self._use_rule(dataclasses.replace(self._rule, replicas=ranks))
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that decide together, None if nobody said. Set it between steps, when a group
+        was destroyed and made again, or in a copy, which has none; the default group's successor
+        is found without that."""
+        return resolved(self._group)
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._group, self._settled = remembered(group), _NEVER
+        for track in self._tracks.values():
+            track.group = self._group
+
+    def assert_in_sync(self, group: Any = None) -> None:
+        """Raises `gradlift.errors.RankError` unless all ranks have the same rule, scales and
+        counters, saying which rank has what.
+
+        For when nothing else would notice: without `process_group=`, after a checkpoint was
+        loaded, once an epoch. All ranks of `group` (default: the scaler's, else all there are)
+        must call it. Alone it does nothing.
+
+        >>> import gradlift.torch
+        >>> gradlift.torch.GradScaler("cpu").assert_in_sync()
+        """
+        assert_in_sync(self, group)
 
     def _get_scale_async(self) -> Tensor | None:
         return self._track(None).scale_tensor()
@@ -299,11 +352,13 @@ class DropIn(torch.amp.GradScaler):
         state = {**self.__dict__, "_saved": self.state_dict()}
         for name in ("_tracks", "_report", "_dropping", "result"):
             del state[name]
-        return {**state, "_group": None, "_names": {}}
+        said = self._sharded if isinstance(self._sharded, bool) else False
+        return {**state, "_group": None, "_sharded": said, "_settled": None, "_names": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_saved")
         self.__dict__.update(state)
+        self._settled = _NEVER
         self._report = Report(self._rule, self._limits, None, self._names, None, None)
         self._tracks = {None: self._new_track(None)}
         self._dropping = self.result = None

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import MisuseError
 from ..formats import FP32
+from ._shards import brought_home, distributed, local
 
 _SMALL = 2**12  # elements: gradients up to this size are looked at together
 _CACHED = 2**18  # elements: a piece that is still in the cache when it is read again
@@ -35,11 +37,14 @@ class Look(NamedTuple):
     """Device only: the largest |g| of each tensor that has elements, non-finite where it is."""
     order: tuple[int, ...] = ()
     """Device only: which gradient each peak belongs to."""
+    lengths: Any = None
+    """Device only: the norm of each of them; None where it was not taken."""
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The elements to look at: a sparse gradient's values, everything else as it is."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """The elements to look at: a sparse gradient's values, this rank's part of one that is spread
+    over ranks, everything else as it is."""
+    return gradient._values() if gradient.is_sparse else local(gradient)
 
 
 def flat(g: Tensor) -> Tensor:
@@ -187,24 +192,25 @@ def device_look(
             half = [p for i, p in zip(indices, each) if i not in full]
             tops += [torch.stack(half).to(home, non_blocking=True)] if half else []
         if norm:
-            lengths = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
-            norms.append(lengths.to(home, non_blocking=True))
+            of_each = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
+            norms.append(of_each.to(home, non_blocking=True))
     if not peaks:
         zero = torch.zeros_like(inverse)
         return Look(zero.bool(), zero, zero, None)
     every = peaks[0] if len(peaks) == 1 else torch.cat(peaks)
     used = every.max() * inverse  # max of a tensor with NaN is NaN
     total: Any = math.nan
+    lengths: Any = None
     if norm:
-        lengths = norms[0] if len(norms) == 1 else torch.cat(norms)
-        total = torch.linalg.vector_norm(lengths * inverse)
+        lengths = (norms[0] if len(norms) == 1 else torch.cat(norms)) * inverse
+        total = torch.linalg.vector_norm(lengths)
         if clips:
             used = torch.maximum(used, total)  # NaN wins here as well
     top: Any = math.inf
     if amax:
         of = torch.cat(tops) if tops else every
         top = torch.where(torch.isfinite(of), of, 0.0).max()
-    return Look(not_finite(used), total, top, every, tuple(order))
+    return Look(not_finite(used), total, top, every, tuple(order), lengths)
 
 
 def not_finite(x: Tensor) -> Tensor:
@@ -233,7 +239,8 @@ def collect(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The parameters of an optimizer that have a gradient, `.grad` of each, and its elements.
 
-    Sparse gradients are coalesced (duplicates added up) before anybody looks at them.
+    Sparse gradients are coalesced (duplicates added up) before anybody looks at them; those that
+    are spread over ranks are laid out as their parameters are.
     """
     params, grads, elements = [], [], []
     for group in optimizer.param_groups:
@@ -248,6 +255,11 @@ def collect(
             params.append(p)
             grads.append(g)
             elements.append(g._values() if g.is_sparse else g)
+    if distributed():
+        for i, (p, g) in enumerate(zip(params, grads)):
+            if isinstance(g, DTensor):
+                grads[i] = brought_home(p, g)
+                elements[i] = local(grads[i])
     return params, grads, elements
 
 
@@ -267,6 +279,12 @@ def _refuse(p: Tensor, optimizer: Any) -> None:
         else (f"{name_of(p)} is a float16 parameter")
     )
     kind = type(optimizer).__name__
+    if isinstance(p, DTensor):
+        raise MisuseError(
+            f"{who}. Updates smaller than their last bit would be lost. FSDP2 keeps float32 shards "
+            "by itself: leave the model in float32 and let MixedPrecisionPolicy(param_dtype=...) "
+            "make it float16 on the way; allow_fp16_params=True goes on regardless"
+        )
     raise MisuseError(
         f"{who}. Updates smaller than their last bit would be lost, and fused optimizers are wrong "
         f"on them. Let gradlift.torch.MasterWeights({kind}, ...) keep float32 masters, or keep the "

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..verdict import Culprit
 from ._inspect import Look, kind_of
+
+if TYPE_CHECKING:
+    from ._circle import Circle
 
 Names = torch.nn.Module | Mapping[str, Tensor] | None
 
@@ -29,14 +33,18 @@ def found() -> dict[int, str]:
 
     Walks every object once, so it is called only when something went wrong.
     """
+    names: dict[int, str] = {}
+    for module in outermost():
+        for name, p in module.named_parameters():
+            names.setdefault(id(p), name)
+    return names
+
+
+def outermost() -> list[torch.nn.Module]:
+    """All living modules that are no other's child."""
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
     inner = {id(child) for m in modules for child in m.children()}
-    names: dict[int, str] = {}
-    for module in modules:
-        if id(module) not in inner:
-            for name, p in module.named_parameters():
-                names.setdefault(id(p), name)
-    return names
+    return [m for m in modules if id(m) not in inner]
 
 
 def name_of(p: Tensor, names: Mapping[int, str] | None = None) -> str:
@@ -75,6 +83,22 @@ def culprits_by_peak(
         if not math.isfinite(peak):
             bad.append((params[i], "nan" if math.isnan(peak) else "inf"))
     return _label(bad, names)
+
+
+def with_told(
+    mine: tuple[Culprit, ...], told: int, circle: Circle, names: dict[int, str]
+) -> tuple[Culprit, ...]:
+    """This rank's culprits, and in front the first one of any rank, if it is not among them.
+
+    `told` is twice its position, plus 1 for inf or 2 for NaN; 0 if there is none.
+    """
+    position, kind = (told - 1) // 2, "inf" if told % 2 else "nan"
+    if not told or (mine and not circle.alike):
+        return mine
+    if not circle.alike:
+        return (Culprit("a parameter on another rank", kind),)
+    first = _label([(circle.params[position], kind)], names)
+    return mine if first[0] in mine else first + mine
 
 
 def _label(bad: list[tuple[Tensor, str]], names: dict[int, str]) -> tuple[Culprit, ...]:

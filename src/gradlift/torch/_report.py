@@ -17,7 +17,8 @@ from ._inspect import dense
 from ._names import name_apart, name_of
 from ._probe import samples
 from ._statistics import statistics
-from ._track import HALF_LOSS, Facts, Track, Window
+from ._track import HALF_LOSS, Facts, Track
+from ._window import Window
 
 _LAST_EVENTS = 64
 

@@ -22,7 +22,8 @@ from ._drop_in import DropIn, with_scale_allowed
 from ._graph import leaves
 from ._report import Told, learning_rate
 from ._retry import Replay, total
-from ._track import Track, Window
+from ._track import Track
+from ._window import Window
 
 
 class GradScaler(DropIn):
@@ -39,7 +40,10 @@ class GradScaler(DropIn):
     | `on_floor`, `max_consecutive_skips` | when to stop a run that only skips |
     | `skip` | several optimizers: "each" skips by itself, or one bad one skips "all" (they then \
 step in `update()`) |
-    | `process_group` | agree with other ranks, in one small collective a step |
+    | `process_group` | agree with its ranks, in one small collective a step; None: DTensors agree \
+over their own mesh, others communicate nothing |
+    | `sharded` | True if only this rank holds its parameters (a pipeline stage); or a function of \
+a parameter: True, False (every rank holds it), None (another rank counts it) |
     | `journal` | a `gradlift.Journal` to record to; `sample_every` adds statistics by parameter |
     | `names` | a model, or name -> parameter, for culprits; None: found when needed |
     | `allow_fp16_params` | go on with float16 parameters, which lose small updates |
@@ -87,6 +91,8 @@ step in `update()`) |
     ) -> tuple[Track, Window]:
         refuse(optimizer)
         track = self._track(key, _home(optimizer))
+        if not track.calls:  # a rank may step without ever having scaled a loss
+            self._settle()
         window = track.window(optimizer)
         if window.stepped or window.deferred:
             raise MisuseError(
@@ -212,7 +218,8 @@ step in `update()`) |
                 raise _Overflow
             if max_norm is not None:
                 track.clip(window, max_norm)
-            take_in(window, window.coefficient * track.inverse())
+            inverse = 1.0 if window.unscaled else track.inverse()
+            take_in(window, window.coefficient * inverse)
             return loss
 
         value = None
@@ -393,7 +400,12 @@ step in `update()`) |
         >>> window.dropped, w.grad
         ([1], tensor([5.]))
         """
-        dropping = DropBad()
+        dropping = DropBad(lambda *said: self._track(key).agree_on_batch(*said))
+        if drop_bad and self._sharded is not False:
+            raise MisuseError(
+                "drop_bad needs a scaled loss on every rank, micro-batch by micro-batch; with "
+                "sharded= some have none: leave it out, and a bad window is skipped as a whole"
+            )
         self._dropping = dropping if drop_bad and self._active else None
         try:
             yield dropping

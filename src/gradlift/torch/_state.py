@@ -1,8 +1,13 @@
-"""A scaler's state as a plain dict: torch's five keys, authoritative, and one of our own."""
+"""A scaler's state as a plain dict: torch's five keys, authoritative, and one of our own.
+
+What grows with the run (keys, events) is one text each: `torch.distributed.checkpoint` takes a dict
+apart, and loads only what the scaler that is to be loaded has as well.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +38,17 @@ def save(scaler: DropIn) -> dict[str, Any]:
             "rule": scaler._rule.name,
             "sharp": scaler._sharp is None,
             **_own(scaler, None),
-            "keys": {
-                key: {"scale": t.numbers().scale, "clean": t.numbers().clean, **_own(scaler, key)}
-                for key, t in scaler._tracks.items()
-                if key is not None
-            },
-            "events": [[e.step, e.what, e.detail] for e in scaler.events],
+            "keys": json.dumps(_keys(scaler)),
+            "events": json.dumps([[e.step, e.what, e.detail] for e in scaler.events]),
         },
+    }
+
+
+def _keys(scaler: DropIn) -> dict[str, Any]:
+    return {
+        key: {"scale": t.numbers().scale, "clean": t.numbers().clean, **_own(scaler, key)}
+        for key, t in scaler._tracks.items()
+        if key is not None
     }
 
 
@@ -82,7 +91,7 @@ def load(scaler: DropIn, data: Any) -> None:
         )
     states = {None: _state(rule, data["scale"], data["_growth_tracker"], own)}
     counts = {None: _counts(own)}
-    keys, told = own.get("keys", {}), own.get("events", [])
+    keys, told = _parsed(own.get("keys", "{}")), _parsed(own.get("events", "[]"))
     if not isinstance(keys, dict) or not isinstance(told, list):
         raise StateError("this scaler state's keys or events are damaged")
     for key, entry in keys.items():
@@ -108,6 +117,13 @@ def load(scaler: DropIn, data: Any) -> None:
             track.skips_seen.fill_(track.skipped)
     scaler._report.events.clear()
     scaler._report.events.extend(events)
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return None  # refused by whoever expected something
 
 
 def _is_number(x: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,50 +15,22 @@ from ..errors import MisuseError
 from ..formats import FP32
 from ..reading import NAN, Reading
 from ..rules import Rule, ScaleState
-from ..verdict import Cause, Culprit, Limits, StepResult, Verdict, decide
-from ._agree import agree, alone
+from ..verdict import Cause, Limits, StepResult, Verdict, decide
+from ._agree import AMAX, NORM, NOT_TAKEN, Heard, Said, agree, agreed_norm, gather
 from ._apply import folded_step, is_fused, take_in
+from ._circle import ALONE, Circle, Sharded
 from ._gradients import multiply
 from ._graph import FullPrecision, leaves
-from ._inspect import Look, collect, look
+from ._inspect import collect, dense, kind_of, look
 from ._masters import MasterWeights
-from ._names import culprits
+from ._names import culprits, with_told
 from ._probe import claim, largest, probed, release, tell
+from ._retry import Parameters
+from ._shards import distributed, value_of
+from ._window import Window
 
 HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
 _HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
-
-
-@dataclass
-class Window:
-    """One optimizer between two updates."""
-
-    optimizer: Any
-    params: list[Tensor] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)
-    """`.grad` of each parameter when it was looked at."""
-    grads: list[Tensor] = field(default_factory=list)
-    look: Look | None = None
-    reading: Reading | None = None
-    culprits: tuple[Culprit, ...] = ()
-    calls: int = -1
-    """How many losses had been scaled when the gradients were looked at."""
-    just_read: bool = False
-    """They were looked at in the call that is still running."""
-    sampled: bool = False
-    unscaled: bool = False
-    coefficient: Any = 1.0
-    """The clip coefficient that `step` has still to apply."""
-    norm: Any = math.nan
-    has_norm: bool = False
-    deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What `step` was called with, where `update` is to carry it out."""
-    done: bool = False
-    """The optimizer has moved the weights already: it took a closure."""
-    stepped: bool = False
-    verdict: Verdict | None = None
-    cause: Cause = Cause.NONE
-    result: StepResult | None = None
 
 
 class Facts(NamedTuple):
@@ -76,6 +47,8 @@ class Facts(NamedTuple):
 class Track:
     """A rule's state, the losses of the current window, and one `Window` an optimizer."""
 
+    device = torch.device("cpu")
+
     def __init__(
         self,
         rule: Rule,
@@ -83,12 +56,16 @@ class Track:
         limits: Limits,
         key: str | None = None,
         group: Any = None,
+        sharded: Sharded = False,
         names: dict[int, str] | None = None,
         allow_fp16_params: bool = False,
         want_amax: bool = False,
         want_norm: bool = False,
     ) -> None:
-        self.rule, self.limits, self.group, self.key = rule, limits, group, key
+        self.rule, self.limits, self.key = rule, limits, key
+        self.group, self.sharded = group, sharded
+        self.circles: weakref.WeakKeyDictionary[Any, Circle] = weakref.WeakKeyDictionary()
+        self.batches: Any = Parameters([])  # whose micro-batches were judged last
         self.names = {} if names is None else names  # shared: the report may find better ones
         self.allow_fp16_params = allow_fp16_params
         self.want_amax, self.want_norm = want_amax, want_norm
@@ -143,18 +120,20 @@ class Track:
         return self.state.scale
 
     def note(self, loss: Tensor) -> None:
+        loss = value_of(loss)
         value = loss.detach().float().sum().item() if loss.numel() != 1 else loss.item()
         self.loss += value
         dead = not math.isfinite(value)
         self.losses.append(dead)
         self.flags.append(dead)
 
-    def blamed_loss(self, nonfinite: Any) -> Any:
-        """Is a dead loss to blame? If only some losses of the window were dead, only where the
-        gradients show it: the others may belong to another optimizer, or were given up."""
-        if not self.speaks_for_all or not any(self.losses):
-            return False
-        return all(self.losses) or bool(nonfinite)
+    def dead(self, window: Window) -> Any:
+        """0 if no loss of the window was dead, 2 if all were, else 1: then a loss is to blame only
+        where the gradients show it, as the others may belong to another optimizer, or were given
+        up. What only some ranks know of is not told: the others' scales would drift apart."""
+        if not window.circle.everyone or not any(self.losses):
+            return 0
+        return 2 if all(self.losses) else 1
 
     def dead_for_sure(self) -> bool:
         """Is it settled already which micro-batch was the first bad one?"""
@@ -178,12 +157,29 @@ class Track:
         self.flags = [False] * len(self.flags)
         self.losses = [False] * len(self.losses)
 
+    def agree_on_batch(
+        self, bad: bool, found: bool, which: int, params: list[Tensor]
+    ) -> tuple[bool, bool]:
+        """Was a micro-batch bad on any rank, and did it leave gradients on any? A loss that was
+        dead on one counts on all, or only some would lower their scale for it."""
+        self.batches.param_groups[0]["params"] = params
+        circle = self.circle(self.batches)
+        if circle.group is None:
+            return bad, found
+        dead = which < len(self.losses) and bool(self.losses[which])
+        said = torch.tensor([bad, found, dead], dtype=torch.float32, device=self.device)
+        bad, found, dead = map(bool, gather(said, circle).amax(0).tolist())
+        if dead and which < len(self.losses):
+            mine = self.losses[which]
+            self.losses[which] = torch.ones_like(mine) if isinstance(mine, Tensor) else True
+        return bad, found
+
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
         """Of the optimizers seen so far; before the first step, of what the loss depends on."""
         living = [o for o in (ref() for ref in self.optimizers.values()) if o is not None]
         params = [p for o in living for group in o.param_groups for p in group["params"]]
         grads = (p.grad for p in params or leaves(loss))
-        return [g for g in grads if g is not None and not g.is_sparse]
+        return [dense(g) for g in grads if g is not None and not g.is_sparse]
 
     # inspect, agree
 
@@ -221,8 +217,19 @@ class Track:
         return window
 
     def gather(self, window: Window) -> None:
+        window.circle = self.circle(window.optimizer)
         window.params, window.held, window.grads = self.found(window.optimizer)
         self.optimizers[id(window.optimizer)] = weakref.ref(window.optimizer)
+
+    def circle(self, optimizer: Any) -> Circle:
+        """Who decides together about this optimizer: found out once, and again if it changes."""
+        if self.group is None and not distributed():
+            return ALONE
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        circle = self.circles.get(optimizer)
+        if circle is None or not circle.fits(params, self.group):
+            circle = self.circles[optimizer] = Circle(params, self.group, self.sharded)
+        return circle
 
     def found(self, optimizer: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The parameters that have a gradient, `.grad` of each, and what to look at."""
@@ -234,48 +241,89 @@ class Track:
     def recheck(self, window: Window) -> None:
         """Gradients put there after unscale_() are judged too. Not across ranks: only some might
         come here, and a collective that others do not join hangs."""
-        if self.group is None and look(window.grads, 1.0, amax=False).nonfinite:
+        alone = window.circle.group is None
+        if alone and look(window.grads, 1.0, amax=False).nonfinite:
             assert window.reading is not None
             window.reading = window.reading._replace(nonfinite=True)
             window.culprits = culprits(window.params, self.names)
 
     def lacks_norm(self, window: Window) -> bool:
-        assert window.look is not None
-        return not window.look.nonfinite and math.isnan(window.norm)
+        assert window.reading is not None
+        return not window.reading.nonfinite and math.isnan(window.norm)
 
     def take_norm(self, window: Window) -> None:
         if window.reading is not None and not window.reading.nonfinite:
-            window.norm = look(window.grads, 1.0, amax=False).norm
+            window.norm = window.look_at(1.0, set(), norm=True, amax=False).norm
+            if window.circle.has_own:
+                window.norm = agreed_norm(*window.own_and_shared(), window.circle)
 
     def read(self, window: Window, norm: bool) -> None:
-        inverse = 1 / self.state.scale
-        norm = norm or self.want_norm
-        window.look = found = self.look_at(window, inverse, norm)
+        circle = window.circle
+        norm = norm or self.want_norm or circle.asked_norm
+        amax = self.want_amax or circle.asked_amax
+        full = self.positions(window)
+        window.look = found = window.look_at(1 / self.state.scale, full, norm=norm, amax=amax)
         if found.nonfinite:
             window.culprits = culprits(window.params, self.names)
-        window.norm = found.norm
         nothing_left = bool(self.left_out) and not window.grads
-        window.reading = self.agreed(
-            Reading(
-                nonfinite=found.nonfinite or nothing_left,
-                amax=math.inf if nothing_left else found.amax,
-                loss_nonfinite=self.blamed_loss(found.nonfinite)
-                or (nothing_left and not self.spoiled),
-                checked=bool(window.grads) or nothing_left,
-                norm=window.norm,
-                probe_amax=self.probed(window),
-            )
+        dead = 2 if nothing_left and not self.spoiled else self.dead(window)
+        window.norm, window.loss_known = found.norm, self.calls > 0 and circle.everyone
+        reading = Reading(
+            nonfinite=found.nonfinite or nothing_left,
+            amax=math.inf if nothing_left else found.amax,
+            loss_nonfinite=dead > 1 or (dead > 0 and found.nonfinite),
+            checked=bool(window.grads) or nothing_left,
+            norm=window.norm,
+            probe_amax=self.probed(window),
+        )
+        if circle.group is not None:
+            reading = self.agree(window, reading, dead, amax=amax)
+            window.culprits = with_told(window.culprits, window.told, circle, self.names)
+        window.reading = reading
+
+    def agree(self, window: Window, mine: Reading, dead: Any, *, amax: bool) -> Reading:
+        """What all ranks show together; norm and culprits of the window become theirs too."""
+        circle = window.circle
+        own, shared = self.own_and_shared(window)
+        heard = self.ask(
+            Said(
+                nonfinite=mine.nonfinite,
+                dead=dead,
+                known=window.loss_known,
+                checked=mine.checked,
+                amax=mine.amax if amax and mine.checked is not False else NOT_TAKEN,
+                probe=NOT_TAKEN if mine.probe_amax is NAN else mine.probe_amax,
+                own=own,
+                shared=shared,
+                culprit=self.first_bad(window),
+                asks=NORM * self.want_norm + AMAX * self.want_amax,
+                scale=self.factor(self.device),
+                layout=circle.layout,
+            ),
+            circle,
+        )
+        window.norm, window.loss_known, window.told = heard.norm, heard.known, heard.culprit
+        return mine._replace(
+            nonfinite=heard.nonfinite,
+            amax=heard.amax,
+            loss_nonfinite=heard.dead,
+            checked=heard.checked,
+            norm=heard.norm,
+            probe_amax=heard.probe,
         )
 
-    def look_at(self, window: Window, inverse: float, norm: bool) -> Look:
-        full = self.positions(window)
-        if not full:
-            return look(window.grads, inverse, amax=self.want_amax, norm=norm)
-        rest = [g for i, g in enumerate(window.grads) if i not in full]
-        half = look(rest, inverse, amax=True, norm=norm)
-        other = look([window.grads[i] for i in full], inverse, amax=False, norm=norm)
-        bad = half.nonfinite or other.nonfinite
-        return Look(bad, math.nan if bad else math.hypot(half.norm, other.norm), half.amax)
+    def ask(self, mine: Said, circle: Circle) -> Heard:
+        return agree(mine, circle)
+
+    def own_and_shared(self, window: Window) -> tuple[Any, Any]:
+        return window.own_and_shared()
+
+    def first_bad(self, window: Window) -> Any:
+        """Of this rank: twice the position of the first culprit, plus 1 for inf or 2 for NaN."""
+        if not window.culprits:
+            return 0
+        p = next(p for p in reversed(window.params) if p.grad is not None and kind_of(p.grad))
+        return 2 * window.circle.position(p) + (2 if window.culprits[0].kind == "nan" else 1)
 
     def positions(self, window: Window) -> set[int]:
         """Of the gradients that are no part of amax."""
@@ -283,19 +331,9 @@ class Track:
             return set()
         return self.full.positions(window.params)
 
-    @property
-    def speaks_for_all(self) -> bool:
-        """Does what this rank alone has seen (its loss, its probes) count? Only if all ranks hear
-        of it: else their scales would drift apart."""
-        return self.group is not None or alone()
-
     def probed(self, window: Window) -> Any:
-        return probed(self, window.params) if self.speaks_for_all else NAN
-
-    def agreed(self, reading: Reading) -> Reading:
-        if self.group is None:
-            return reading
-        return agree(reading, self.group, torch.device("cpu"))
+        """What only some ranks hear of does not count: their scales would drift apart."""
+        return probed(self, window.params) if window.circle.everyone else NAN
 
     # unscale, clip
 
@@ -320,15 +358,14 @@ class Track:
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         """Applies the step or leaves everything as it is."""
         args, kwargs = call
-        if not window.grads and not self.left_out and self.group is None:
+        if not window.grads and not self.left_out and window.circle.group is None:
             reading = Reading(nonfinite=False, amax=0.0, checked=False)
-        known = self.calls > 0 and self.speaks_for_all
         window.verdict, window.cause = decide(
             reading,
             self.state,
             self.rule,
             self.limits,
-            loss_known=known,
+            loss_known=window.loss_known,
             retries_left=retries_left,
         )
         window.stepped = window.verdict is not Verdict.RETRY

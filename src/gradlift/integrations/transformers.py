@@ -1,0 +1,55 @@
+"""transformers.Trainer: a callback that puts gradlift's scaler into the trainer's accelerator."""
+
+# ruff: noqa: E402 - the trainer is imported when its version is known to fit
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._versions import require
+
+require("transformers", "5.22", "6")
+
+from transformers import Trainer, TrainerCallback
+
+from ..rules import Rule
+from .accelerate import install
+
+__all__ = ["ScaleCallback"]
+
+
+class ScaleCallback(TrainerCallback):
+    """`trainer.add_callback(ScaleCallback(trainer, rule="auto"))`, before `train()`.
+
+    The other settings are those of `gradlift.torch.GradScaler`. "loss_scale" and "skipped_steps"
+    stand beside "loss" in everything that is logged; a checkpoint has the scaler in it.
+
+    >>> import torch
+    >>> from transformers import Trainer, TrainingArguments
+    >>> arguments = TrainingArguments("out", fp16=True, use_cpu=True, report_to=[])
+    >>> trainer = Trainer(torch.nn.Linear(4, 1), arguments)
+    >>> callback = ScaleCallback(trainer, rule="auto")
+    >>> trainer.add_callback(callback)
+    >>> trainer.accelerator.scaler is callback.scaler
+    True
+    """
+
+    def __init__(
+        self, trainer: Trainer, rule: Rule | str | float | None = None, **settings: Any
+    ) -> None:
+        self._trainer, self._rule, self._settings = trainer, rule, settings
+        self.scaler = install(trainer.accelerator, rule, **settings)
+        self._log = trainer.log
+        trainer.log = self._log_more  # type: ignore[method-assign]
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A search for hyperparameters makes a new accelerator for each trial."""
+        if self._trainer.accelerator.scaler is not self.scaler:
+            self.scaler = install(self._trainer.accelerator, self._rule, **self._settings)
+
+    def _log_more(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """In `on_log` it would be too late for those who are told before this callback."""
+        if "loss" in logs:
+            skipped = self.scaler.skipped_steps
+            logs = {**logs, "loss_scale": self.scaler.get_scale(), "skipped_steps": skipped}
+        self._log(logs, *args, **kwargs)
