@@ -30,6 +30,7 @@ def found() -> dict[int, str]:
     Walks every object once, so it is called only when something went wrong.
     """
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    modules = [m for m in modules if "_modules" in vars(m)]  # else its constructor has failed
     inner = {id(child) for m in modules for child in m.children()}
     names: dict[int, str] = {}
     for module in modules:
