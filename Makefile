@@ -1,11 +1,15 @@
 # make run    set up what is needed, then show the main job
 # make test   set up every framework, then run every test
-# make lint   format, lint, types       make bench   measure        make clean   remove .venv
+# make lint   format, lint, types       make bench   measure        make clean   remove .venv, .venv-mxnet
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq install --prefer-binary -c constraints.txt
+
+# MXNet 1.9.1 wants a NumPy that nobody else wants, and that NumPy a Python up to 3.11.
+MXNET     := .venv-mxnet
+MXNET_PIP := $(MXNET)/bin/pip --disable-pip-version-check -qq install --prefer-binary -c constraints-mxnet.txt
 
 # What the frameworks need; tests and examples inherit it.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_FP16
@@ -15,7 +19,7 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process.
-SUITES := core numpy torch jax keras-jax keras-torch keras-tensorflow integrations browser
+SUITES := core numpy torch jax keras-jax keras-torch keras-tensorflow mxnet integrations browser
 
 .PHONY: run test lint bench docs clean always
 
@@ -27,6 +31,14 @@ test: $(SUITES:%=test-%)
 test-keras-%: $(VENV)/.test always
 	@echo "== tests/keras on $*"
 	@KERAS_BACKEND=$* $(BIN)/pytest tests/keras
+
+test-mxnet: always
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then \
+		$(MAKE) --no-print-directory $(MXNET)/.test && \
+		echo "== tests/mxnet" && $(MXNET)/bin/pytest --disable-warnings tests/mxnet; \
+	else \
+		echo "== tests/mxnet: left out, MXNet 1.9.1 needs Python 3.11 or older and this is $$($(PYTHON) -V)"; \
+	fi
 
 test-%: $(VENV)/.test always
 	@echo "== tests/$*"
@@ -72,5 +84,12 @@ $(VENV)/.test: $(VENV)/.run
 	@$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $@
 
+$(MXNET)/.test: pyproject.toml constraints-mxnet.txt
+	@test -x $(MXNET)/bin/python || $(PYTHON) -m venv $(MXNET)
+	@echo "Setting up $(MXNET) ..."
+	@$(MXNET_PIP) hatchling editables pytest
+	@$(MXNET_PIP) --no-build-isolation -e ".[mxnet]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(MXNET)

@@ -1,7 +1,8 @@
 """Code in README.md and docs/*.md, run by the folder whose framework it names.
 
 A block opened with "python" needs no framework, one opened with "python torch" needs torch.
-Blocks with `>>>` must print what they say.
+Blocks with `>>>` must print what they say. A comment `<!-- setup torch ... -->` on a page holds what
+its blocks for torch take for granted: a model, a batch.
 """
 
 import doctest
@@ -15,9 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 def snippets(language):
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        blocks = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+        text = page.read_text()
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
+        framework = language.partition(" ")[2] or "python"
+        setup = "".join(re.findall(rf"^<!-- setup {framework}\n(.*?)^-->", text, re.S | re.M))
         for i, code in enumerate(blocks):
-            yield pytest.param(page, code, id=f"{page.name}-{i}")
+            yield pytest.param(page, setup + code, id=f"{page.name}-{i}")
 
 
 def run(page, code):

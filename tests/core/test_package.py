@@ -91,8 +91,8 @@ def test_public_names_have_a_docstring_with_an_example(thing):
     assert ">>>" in thing.__doc__ or thing.__name__ in ("Grads", "Update")
 
 
-ELSEWHERE = {"torch", "jax", "keras", "__main__"}  # each in the folder of its framework
-ELSEWHERE |= {"lightning", "fabric", "accelerate", "transformers", "_trainer_scaler"}
+ELSEWHERE = {"torch", "jax", "keras", "mxnet", "__main__"}  # each in the folder of its framework
+ELSEWHERE |= {"lightning", "fabric", "accelerate", "transformers", "_trainer_scaler", "apex"}
 
 
 def modules():

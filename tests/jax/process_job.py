@@ -5,10 +5,6 @@ import json
 import sys
 
 import jax
-
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import gradlift.jax as gl
 from gradlift import Cause
 
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
 MESH = Mesh(np.array(jax.devices()), ("d",))
 SPREAD, SAME = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
 OPT = optax.adam(0.1)
@@ -29,7 +27,7 @@ def loss_fn(params, x):
 
 
 def step(params, state, scaler, x, axis_name=None):
-    loss, grads, scaler, result = gl.value_and_grad(loss_fn, axis_name=axis_name)(scaler, params, x)
+    _, grads, scaler, result = gl.value_and_grad(loss_fn, axis_name=axis_name)(scaler, params, x)
     params, state = gl.apply(OPT, grads, state, params, result, max_norm=1.0)
     return params, state, scaler, result
 

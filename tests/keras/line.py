@@ -31,7 +31,7 @@ WAYS = {
     "jax": [{}, {"run_eagerly": True}, {"steps_per_execution": 3}],
     "torch": [{}],
 }[BACKEND]
-PLAIN = {"run_eagerly": True} if BACKEND == "tensorflow" else {}
+PLAIN = WAYS[0]
 
 
 def output(y, predicted):

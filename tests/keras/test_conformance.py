@@ -95,8 +95,9 @@ class Stateless(Stateful):
         self.optimizer.enforce()
 
 
+# TensorFlow without a graph is what the stories drive step by step.
 DRIVERS = {
-    "tensorflow": [Stateful, Function, Compiled],
+    "tensorflow": [Function, Compiled],
     "jax": [Stateful, Stateless],
     "torch": [Stateful],
 }

@@ -291,3 +291,36 @@ def test_gradients_unscaled_in_a_closure_are_not_divided_twice():
     scaler.step(optimizer, closure)
     scaler.update()
     assert weight.item() == -2
+
+
+class Observer(torch.nn.Module):
+    """Makes room at its first batch, as torch.ao's observers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x):
+        if self.largest.numel() == 0:
+            self.largest.resize_(x.shape[1:]).fill_(0)
+        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().amax(0)))
+        return x
+
+
+def test_a_retry_gives_back_a_buffer_that_has_grown():
+    observer, linear = Observer(), torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(observer, linear)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    seen = []
+
+    def closure():
+        seen.append(tuple(observer.largest.shape))
+        with torch.autocast("cpu", torch.float16):
+            return model(torch.ones(2, 4)).float().sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = scaler.train_step(closure, optimizer, retries=40, model=model)
+    assert result.stepped
+    assert result.retries > 0
+    assert set(seen) == {(0,)}
+    assert observer.largest.tolist() == [1.0] * 4

@@ -21,19 +21,27 @@ from ._script_command import ScriptCommand, carry_out, options
 @click.option(
     "--trace-nan", is_flag=True, help="After a NaN loss, run the batch again and name the module."
 )
+@click.option("--apex", is_flag=True, help="import apex finds gradlift's amp and fp16_utils.")
 @options
-def run(command: tuple[str, ...], rule: str | None, trace_nan: bool, **how: Any) -> None:
+def run(
+    command: tuple[str, ...], rule: str | None, trace_nan: bool, apex: bool, **how: Any
+) -> None:
     """Run a PyTorch script with gradlift's scaler in place of torch's, record it, report.
 
     \b
     gradlift run train.py --lr 3e-4
     gradlift run --rule auto -m package.train --epochs 3
+    gradlift run --apex old_train.py --opt-level O2
 
     Without --rule, scales, skips and weights are those of the plain run, to the bit, as long as
     each loss is finite: after one that is not, torch lowers a scale that is not to blame.
     """
     if rule is not None:
         parse(rule)
+    if apex:
+        from ._apex import stand_in
+
+        stand_in(how["quiet"])
 
     def watch(journal: Journal) -> Callable[[], None]:
         from ..torch._recording import record

@@ -43,6 +43,7 @@ def found() -> dict[int, str]:
 def outermost() -> list[torch.nn.Module]:
     """All living modules that are no other's child."""
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    modules = [m for m in modules if "_modules" in vars(m)]  # else its constructor has failed
     inner = {id(child) for m in modules for child in m.children()}
     return [m for m in modules if id(m) not in inner]
 

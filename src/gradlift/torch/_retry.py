@@ -57,6 +57,8 @@ class Replay:
             torch.cuda.set_rng_state_all(self.cuda)
         with torch.no_grad():
             for owner, name, buffer, value in self.buffers:
+                if buffer.shape != value.shape:  # an observer makes room at its first batch
+                    buffer.resize_(value.shape)
                 buffer.copy_(value)
                 owner._buffers[name] = buffer  # forward may have put another tensor there
         for p, grad in self.grads:

@@ -1,0 +1,47 @@
+"""`apex` by its own name: an import finder that answers with gradlift's modules."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import click
+
+_MODULES = ("amp", "fp16_utils", "normalization", "optimizers", "parallel")
+_NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
+
+
+def stand_in(quiet: bool) -> None:
+    """From now on `import apex` finds gradlift's, and imports nothing before a script asks."""
+    if not quiet and importlib.util.find_spec("apex") is not None:
+        click.echo("gradlift: --apex hides the apex that is installed here", err=True)
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name in _NAMES:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name == "apex")
+        if name.startswith("apex."):
+            has = ", ".join(_MODULES)
+            raise ModuleNotFoundError(
+                f"No module named {name!r} (gradlift stands in for apex with {has})", name=name
+            )
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = importlib.import_module(f"gradlift.integrations.{spec.name}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It has run already, under its own name, which it keeps."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state

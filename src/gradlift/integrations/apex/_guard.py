@@ -1,0 +1,269 @@
+"""An optimizer between backward and step: gradients in true units, and whether they may be used."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import MisuseError
+from ...torch import MasterWeights
+from ...verdict import Cause, StepResult
+from ._session import AMP
+
+_NAMES = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+
+class Overflow:
+    """Gradients that must not be used; told once, however many optimizers had them."""
+
+    def __init__(self, line: str) -> None:
+        self.line: str | None = line
+
+    def tell(self) -> None:
+        if self.line is not None:
+            AMP.say(self.line)
+            self.line = None
+
+
+class Aside(NamedTuple):
+    """A gradient from before this backward pass."""
+
+    param: Tensor
+    grad: Tensor
+    """What `.grad` was."""
+    true: Tensor
+    """Its value: in float32 where there is a master."""
+
+
+class Guard:
+    """Takes the place of an optimizer's `step` and `zero_grad`.
+
+    Backward adds to `.grad`. What is there already has no scale any more, and this pass may have
+    another than the last: so it is laid aside, and added to what this pass gave once that is
+    unscaled.
+    """
+
+    def __init__(self, optimizer: Any, taken_over: Any = None) -> None:
+        before = getattr(optimizer, "_amp_guard", None)
+        self.optimizer, self._taken_over = optimizer, taken_over
+        self._step = before._step if before else optimizer.step
+        self._zero_grad = before._zero_grad if before else optimizer.zero_grad
+        self.aside: list[Aside] = []
+        self.open = False
+        self.delayed: int | None = None
+        """The loss whose scale is still in the gradients."""
+        self.overflows: list[Overflow] = []
+        self._taking = self._begun = False
+        optimizer._amp_guard = self
+        optimizer.step = types.MethodType(_step_method(self), optimizer)
+        optimizer.zero_grad = types.MethodType(_zero_grad_method(self), optimizer)
+        if taken_over is not None:  # a script may go on with the optimizer it had
+            taken_over._amp_guard = self
+            for name in _NAMES:
+                setattr(taken_over, name, getattr(optimizer, name))
+
+    # Gradients of earlier passes
+
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def weights(self) -> list[Tensor]:
+        """What is stepped: float32 masters, where there are any."""
+        masters = isinstance(self.optimizer, MasterWeights)
+        return self.optimizer.masters if masters else self.params()
+
+    def lay_aside(self) -> None:
+        if isinstance(self.optimizer, MasterWeights):
+            self._adopt_loaded_weights()
+        self.open = True
+        assert AMP.scaler is not None
+        nothing = all(p.grad is None for p in self.params())
+        if nothing or self.delayed is not None or not AMP.scaler._active:
+            return
+        if isinstance(self.optimizer, MasterWeights):
+            self.optimizer._take()  # what was exchanged or zeroed since is no longer held
+        for p, weight in zip(self.params(), self.weights()):
+            if (grad := p.grad) is None:
+                continue
+            true = grad if weight is p else weight.grad
+            if true is None:
+                true = grad.float()
+            elif grad._is_view():  # of a bucket, where the next backward writes
+                true = true.clone()
+            self.aside.append(Aside(p, grad, true))
+            p.grad = None
+
+    def _adopt_loaded_weights(self) -> None:
+        """Before the first pass a script may load a model's weights, as with apex."""
+        if self._begun:
+            return
+        self._begun = True
+        pairs = list(zip(self.params(), self.optimizer.masters))
+        loaded = [p is not w and not torch.equal(w.to(p.dtype), p) for p, w in pairs]
+        if any(loaded):
+            self.optimizer.refresh(
+                [p.detach().float() if new else w for (p, w), new in zip(pairs, loaded)]
+            )
+
+    def give_up(self) -> None:
+        """The block was left by an exception: gradients are again what they were before it."""
+        for p in self.params():
+            p.grad = None
+        for p, grad, _ in self.aside:
+            p.grad = grad
+        self.aside, self.open, self.delayed = [], False, None
+
+    def take(self, key: str | None) -> StepResult:
+        """Checks this pass's gradients, takes the scale out and adds those of earlier passes."""
+        scaler = AMP.scaler
+        assert scaler is not None
+        masters = isinstance(self.optimizer, MasterWeights)
+        if masters:
+            for p, *_ in self.aside:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)  # a master's gradient is held beside `.grad`
+        self._taking = True
+        try:
+            scaler.unscale_(self.optimizer, key=key)
+            scaler.step(self.optimizer, key=key)  # comes back to `step`, which waits for the user
+        finally:
+            self._taking = False
+        result = scaler.result
+        assert result is not None
+        if self.aside:
+            weights = dict(zip(self.params(), self.weights()))
+            with torch.no_grad():
+                for p, _, true in self.aside:
+                    _add(weights[p], true)
+        self.aside, self.open, self.delayed = [], False, None
+        return result
+
+    # The optimizer's own methods
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._taking:
+            return None
+        if self.open:
+            raise MisuseError(
+                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
+                "still scaled: call it after the block"
+            )
+        if any(given is not None for given in (*args, kwargs.get("closure"))):
+            raise MisuseError(
+                "with amp an optimizer's step() takes no closure: use fp16_utils.FP16_Optimizer, "
+                "or gradlift.torch.GradScaler.step(optimizer, closure)"
+            )
+        self.settle()
+        for optimizer in filter(None, (self.optimizer, self._taken_over)):
+            vars(optimizer)["_opt_called"] = True  # a skip is no fault of a schedule's order
+        if self.overflows:
+            for overflow in self.overflows:
+                overflow.tell()
+            self.overflows = []
+            return None
+        return self._step()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.aside, self.delayed = [], None
+        self._zero_grad(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Ends what `delay_unscale` left open."""
+        if self.delayed is not None:
+            take(self.delayed, [self])
+
+
+_delayed: list[Guard] = []
+
+
+def open_all(guards: Sequence[Guard], loss_id: int) -> None:
+    """Begins a backward pass for these optimizers."""
+    if any(guard.open for guard in guards):
+        raise MisuseError(
+            "amp.scale_loss was entered twice for the same optimizer: leave one block before the "
+            "next, each with its own backward()"
+        )
+    for guard in guards:
+        if guard.delayed not in (None, loss_id):
+            guard.settle()
+        guard.lay_aside()
+
+
+def settle_all() -> None:
+    """Before the scales change by hand."""
+    for guard in list(_delayed):
+        guard.settle()
+
+
+def delay(guards: Sequence[Guard], loss_id: int) -> None:
+    """Leaves the scale of this loss in the gradients, for more of the same."""
+    for guard in guards:
+        guard.open, guard.delayed = False, loss_id
+        if guard not in _delayed:
+            _delayed.append(guard)
+
+
+def take(loss_id: int, guards: Sequence[Guard]) -> None:
+    """Ends a backward pass: unscales, moves this loss's scale, remembers an overflow."""
+    scaler, key = AMP.scaler, AMP.key(loss_id)
+    assert scaler is not None
+    # Whoever still has this scale in its gradients has to lose it before the scale moves.
+    waiting = [g for g in _delayed if g.delayed == loss_id and g not in guards]
+    everyone = [*guards, *waiting]
+    _delayed[:] = [g for g in _delayed if g.delayed is not None and g not in everyone]
+    try:
+        results = [guard.take(key) for guard in everyone]
+    finally:
+        scaler.update()
+    bad = [r for r in results if not r.stepped and r.cause is not Cause.NO_GRADIENTS]
+    if bad:
+        overflow = Overflow(_line(loss_id, bad[0], scaler.get_scale(key)))
+        for guard in everyone:
+            guard.overflows.append(overflow)
+
+
+def _line(loss_id: int, result: StepResult, scale: float) -> str:
+    """apex's words where apex would be right."""
+    dead = result.cause is Cause.LOSS_NONFINITE
+    what = "Loss is not finite" if dead else "Gradient overflow"
+    becomes = "reducing loss scale to" if scale < result.scale else "keeping loss scale"
+    return f"{what}.  Skipping step, loss scaler {loss_id} {becomes} {scale}"
+
+
+def guard_of(optimizer: Any) -> Guard:
+    guard = getattr(optimizer, "_amp_guard", None)
+    if guard is None:
+        raise MisuseError(
+            f"this {type(optimizer).__name__} did not go through amp.initialize: pass it there "
+            "with the others, in a list"
+        )
+    return guard
+
+
+def _add(weight: Tensor, true: Tensor) -> None:
+    fresh = weight.grad
+    if fresh is None:
+        weight.grad = true
+    elif fresh.is_sparse and not true.is_sparse:
+        weight.grad = true.add_(fresh)
+    else:
+        fresh.add_(true)
+
+
+def _step_method(guard: Guard) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return guard.step(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _zero_grad_method(guard: Guard) -> Any:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        guard.zero_grad(*args, **kwargs)
+
+    return zero_grad

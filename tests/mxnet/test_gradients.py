@@ -1,0 +1,213 @@
+"""float16 and sparse gradients, and the look at them."""
+
+import math
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_nets import (
+    HALF,
+    TWO,
+    Spoil,
+    backward,
+    losses,
+    parameters,
+    same,
+    sgd,
+    step,
+    weights,
+)
+from mxnet import autograd, gluon, nd
+
+import gradlift.mxnet as gl
+from gradlift.errors import MisuseError
+from gradlift.mxnet import _inspect
+from gradlift.mxnet._inspect import Gradient, by_numpy, by_ops, look
+
+INF, NAN = math.inf, math.nan
+
+
+def test_float16_weights_with_masters():
+    """Each update is 2^-18 of a weight, of which float16 has 2^-11 at best."""
+    trainer = sgd(parameters(dtypes=HALF), learning_rate=2.0**-10, multi_precision=True)
+    scaler = gl.init_trainer(trainer, "static:2^8")
+    start = [w.astype(np.float32) for w in weights(trainer)]
+    for _ in range(100):
+        step(gl, trainer, 2.0**-8)
+    assert scaler.skipped_steps == 0
+    masters = [trainer._updaters[0].states[i][1].asnumpy() for i in range(2)]
+    for master, first in zip(masters, start, strict=True):
+        np.testing.assert_allclose(master - first, -first * 100 * 2.0**-18, rtol=0.01)
+    step(gl, trainer, spoil=INF)
+    assert scaler.result.culprits == ("b", "w")
+    assert same([trainer._updaters[0].states[i][1].asnumpy() for i in range(2)], masters)
+
+
+def test_float16_gradients_are_clipped_without_unscaling_them():
+    trainer = sgd(parameters(dtypes=HALF), learning_rate=2.0**20, multi_precision=True)
+    scaler = gl.init_trainer(trainer, "static:2^24", max_norm=2.0**-28)
+    start = np.concatenate([w.ravel().astype(np.float32) for w in weights(trainer)])
+    step(gl, trainer, 2.0**-24)
+    masters = [trainer._updaters[0].states[i][1].asnumpy().ravel() for i in range(2)]
+    assert scaler.result.grad_norm == pytest.approx(np.linalg.norm(start) * 2.0**-24, rel=1e-3)
+    moved = np.linalg.norm(np.concatenate(masters) - start)
+    assert moved == pytest.approx(2.0**-8, rel=1e-3)
+
+
+def test_float16_weights_without_masters_are_refused():
+    params = parameters(dtypes=("float16", "float32"))
+    with pytest.raises(MisuseError, match=r"w is a float16 parameter: .*'multi_precision': True"):
+        gl.init_trainer(sgd(params))
+    params = parameters(dtypes=HALF)
+    with pytest.raises(MisuseError, match="w and 1 more are float16 parameters"):
+        gl.init_trainer(sgd(params))
+    trainer = sgd(parameters())
+    gl.init_trainer(trainer)
+    for p in trainer._params:
+        p.cast("float16")
+    backward(trainer)
+    with pytest.raises(MisuseError, match="float16 parameters"):
+        trainer.step(1)
+
+
+def test_why_they_are_refused():
+    trainer = sgd(parameters(dtypes=HALF))
+    before = weights(trainer)
+    trainer._scale = 2.0**-20
+    with autograd.record():
+        found = [each * 2.0**20 for each in losses(trainer._params, 2.0**-8)]
+    autograd.backward(found)
+    trainer.step(64)  # 2^-26 is 0 in float16
+    assert same(weights(trainer), before)
+
+
+def test_unscaling_float16_gradients_warns():
+    trainer = sgd(parameters(dtypes=HALF), multi_precision=True)
+    scaler = gl.init_trainer(trainer, "static:2^8")
+    backward(trainer, 2.0**-8)
+    with pytest.warns(UserWarning, match="use init_trainer\\(..., max_norm=...\\)") as told:
+        gl.unscale(trainer)
+    assert told[0].filename == __file__
+    trainer.step(1)
+    assert scaler.result.stepped
+
+
+def test_float16_arithmetic_elementwise():
+    """float32 weights, multiplied in float16: gradients vanish unless they are scaled."""
+    found = {}
+    for rule in ("off", "dynamic"):
+        (w, _) = params = parameters()
+        trainer = sgd(params[:1], learning_rate=1.0)
+        gl.init_trainer(trainer, rule)
+        w.set_data(nd.zeros(3))
+        before = w.data().asnumpy()
+        x = nd.array([2.0**-14, 2.0**-13, 2.0**-12], dtype="float16")
+        with autograd.record():
+            out = (w.data().astype("float16") * x).astype("float32") * 2.0**-14
+            with gl.scale_loss(out, trainer) as scaled:
+                scaled.backward()
+        trainer.step(1)
+        found[rule] = w.grad().asnumpy()
+        assert same([w.data().asnumpy()], [before]) == (rule == "off")
+    assert (found["off"] == 0).all()
+    assert (found["dynamic"] == np.float32([2.0**-12, 2.0**-11, 2.0**-10])).all()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_sparse_gradients(by_hand):
+    found = []
+    for rule in ("off", "dynamic"):
+        mx.random.seed(1)
+        p = gluon.Parameter("table", shape=(6, 2), grad_stype="row_sparse")
+        p.initialize(mx.init.Uniform(1.0))
+        trainer = sgd([p])
+        scaler = gl.init_trainer(trainer, rule)
+        for rows, spoil in (([1, 4], 1.0), ([2], INF if rule == "dynamic" else None), ([5, 5], 1)):
+            if spoil is None:
+                continue
+            with autograd.record():
+                out = nd.Embedding(nd.array(rows), p.data(), 6, 2, sparse_grad=True)
+                out = out if spoil == 1 else Spoil(spoil)(out)
+                with gl.scale_loss((out * out).sum(), trainer) as scaled:
+                    scaled.backward()
+            if by_hand:
+                gl.unscale(trainer)
+            trainer.step(1)
+        found.append(p.data().asnumpy())
+    assert same(found[:1], found[1:])
+    assert scaler.skipped_steps == 1
+
+
+# The look at them
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "float16", "float64"):
+        for shape in ((1,), (8192,), (8193,), (3, 5, 7), (2**18 + 5,)):
+            yield nd.array(rng.standard_normal(shape), dtype=dtype)
+    yield nd.zeros(5)
+    yield nd.array([1e30, -2e30])  # squares leave float32, values do not
+    yield nd.array([2.0**-100, 0])  # squares vanish
+    yield nd.array([300, -400], dtype="float16")  # squares leave float16
+
+
+def test_both_looks_are_right():
+    """NumPy's for a CPU, MXNet's ops for an accelerator (run on a CPU here)."""
+    given = list(arrays())
+    exact = [a.asnumpy().astype(np.float64) for a in given]
+    for sizes in ([by_numpy(a, True) for a in given], by_ops(given, True)):
+        for size, a in zip(sizes, exact, strict=True):
+            assert size.squares == pytest.approx((a * a).sum(), rel=2e-5)
+            assert size.peak == pytest.approx(np.abs(a).max(), rel=1e-7)  # float64 is rounded
+    for size in by_ops(given, False):
+        assert math.isnan(size.peak)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("place", [0, 9000])
+def test_both_looks_find_one_element(bad, dtype, place):
+    a = np.ones(10_000)
+    a[place] = bad
+    spoiled, sound = nd.array(a, dtype=dtype), nd.ones(3, dtype=dtype)
+    for one, two in ((by_numpy(spoiled, True), by_numpy(sound, True)), by_ops([spoiled, sound], 1)):
+        assert not math.isfinite(one.squares)
+        assert two.squares == 3
+
+
+def test_the_norm_of_a_large_gradient():
+    a = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float32)
+    exact = np.linalg.norm(a.astype(np.float64))
+    for sizes in ([by_numpy(nd.array(a), False)], by_ops([nd.array(a)], False)):
+        assert math.sqrt(sizes[0].squares) == pytest.approx(exact, rel=1e-5)
+    assert abs(nd.norm(nd.array(a)).asscalar() / exact - 1) > 1e-4  # MXNet's own
+
+
+def test_amax_is_of_the_finite_elements():
+    seen = look(
+        [
+            Gradient("a", nd.ones(1), nd.array([1, -8, NAN])),
+            Gradient("b", nd.ones(1), nd.array([2, INF])),
+            Gradient("c", nd.ones(1), nd.array([4.0])),
+        ],
+        1.0,
+        amax=True,
+    )
+    assert (seen.nonfinite, seen.amax) == (True, 8.0)
+    assert [c.described for c in seen.culprits] == ["b (inf)", "a (nan)"]
+
+
+def test_training_is_the_same_with_the_accelerators_look(monkeypatch):
+    found = []
+    for sizes in (None, by_ops):
+        if sizes is not None:
+            monkeypatch.setattr(_inspect, "_sizes", sizes)
+        trainer = sgd(parameters(TWO, dtypes=("float16", "float32")), multi_precision=True)
+        scaler = gl.init_trainer(trainer, "auto")
+        for i in range(40):
+            step(gl, trainer, 2.0 ** -(i % 7), INF if i % 11 == 5 else 1.0)
+        found.append((weights(trainer), scaler.state_dict()))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1]["skipped_steps"] >= 3

@@ -1,0 +1,173 @@
+"""States, in the trainer's file and apart; the journal."""
+
+import json
+import math
+import pickle
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_nets import (
+    ONE,
+    TWO,
+    parameters,
+    plain_step,
+    run,
+    same,
+    sgd,
+    step,
+    weights,
+)
+
+import gradlift.mxnet as gl
+from gradlift import Cause, Journal, Verdict, read_journal
+from gradlift.errors import StateError
+
+INF, NAN = math.inf, math.nan
+
+
+def story(trainer, scaler, steps):
+    for i in steps:
+        step(gl, trainer, 0.3, INF if i in (3, 8) else 1.0)
+    return weights(trainer), scaler.state_dict()
+
+
+@pytest.mark.parametrize("devices", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("first", ["init_trainer", "load_states"])
+def test_states_are_saved_with_the_trainers(tmp_path, first, devices):
+    def make():
+        return sgd(parameters(devices), update_on_kvstore=False, momentum=0.5)
+
+    rule, file = "mxnet:growth_interval=2", str(tmp_path / "states")
+    whole = make()
+    expected = story(whole, gl.init_trainer(whole, rule), range(12))
+
+    trainer = make()
+    scaler = gl.init_trainer(trainer, rule)
+    story(trainer, scaler, range(5))
+    trainer.save_states(file)
+    again = make()
+    for p, q in zip(again._params, trainer._params, strict=True):
+        p.set_data(q.data(devices[0]))
+    if first == "load_states":
+        again.load_states(file)
+    resumed = gl.init_trainer(again, rule)
+    if first == "init_trainer":
+        again.load_states(file)
+    assert resumed.state_dict() == scaler.state_dict()
+    found, state = story(again, resumed, range(5, 12))
+    assert same(found, expected[0])
+    assert state == expected[1]
+    assert state["skipped_steps"] == 2
+    again.save_states(file)  # what was loaded can be saved
+    with open(file, "rb") as saved:
+        assert pickle.load(saved)[1]._gradlift == state
+
+
+def test_mxnet_alone_reads_the_file(tmp_path):
+    trainer = sgd(parameters())
+    gl.init_trainer(trainer)
+    step(gl, trainer)
+    trainer.save_states(str(tmp_path / "states"))
+    code = """
+import sys; sys.modules["gradlift"] = None
+import mxnet as mx
+w, b = (mx.gluon.Parameter(n, shape=s) for n, s in (("w", 3), ("b", (2, 2))))
+w.initialize(); b.initialize()
+trainer = mx.gluon.Trainer([w, b], "sgd")
+trainer.load_states(sys.argv[1])
+print(trainer.learning_rate)
+"""
+    assert run(code, tmp_path / "states").strip() == "0.5"
+
+
+def test_a_file_of_mxnets_own_is_loaded(tmp_path):
+    plain = sgd(parameters(), learning_rate=0.125)
+    plain_step(plain)
+    plain.save_states(str(tmp_path / "states"))
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer)
+    step(gl, trainer, spoil=INF)
+    trainer.load_states(str(tmp_path / "states"))
+    assert trainer.learning_rate == 0.125
+    assert (scaler.steps, scaler.get_scale()) == (1, 2.0**16)
+    step(gl, trainer)
+    assert scaler.result.scale == 2.0**16
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_state_of_another_rule_is_refused_before_anything_changes(tmp_path):
+    trainer = sgd(parameters(), learning_rate=0.125)
+    gl.init_trainer(trainer, "dynamic")
+    step(gl, trainer)
+    trainer.save_states(str(tmp_path / "states"))
+    other = sgd(parameters())
+    scaler = gl.init_trainer(other, "mxnet")
+    with pytest.raises(StateError, match="saved by the rule 'backoff'"):
+        other.load_states(str(tmp_path / "states"))
+    assert (other.learning_rate, scaler.steps) == (0.5, 0)
+    other = sgd(parameters())
+    other.load_states(str(tmp_path / "states"))
+    scaler = gl.init_trainer(other, "mxnet")  # in this order the new rule begins anew
+    assert (other.learning_rate, scaler.steps) == (0.125, 0)
+
+
+def test_state_dict_is_json_and_checked():
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer, "dynamic")
+    step(gl, trainer, spoil=INF)
+    data = json.loads(json.dumps(scaler.state_dict()))
+    other = gl.init_trainer(sgd(parameters()), "dynamic")
+    other.load_state_dict(data)
+    assert other.state_dict() == scaler.state_dict()
+    for broken in (
+        None,
+        {},
+        {**data, "steps": -1},
+        {**data, "state": {**data["state"], "scale": NAN}},
+    ):
+        with pytest.raises(StateError):
+            other.load_state_dict(broken)
+    assert other.state_dict() == scaler.state_dict()
+
+
+# The journal
+
+
+def test_the_journal_tells_and_changes_nothing(tmp_path):
+    finals = []
+    for journal in (None, Journal(tmp_path / "run.jsonl")):
+        trainer = sgd(parameters(), learning_rate=0.25)
+        gl.init_trainer(trainer, "dynamic", journal=journal)
+        gradient = np.concatenate([w.ravel() for w in weights(trainer)])
+        for spoil in (1, INF, 1):
+            step(gl, trainer, 1.0, spoil, batch_size=4)
+        finals.append(weights(trainer))
+    assert same(*finals)
+    journal.close()
+    run = read_journal(tmp_path / "run.jsonl")
+    assert run.header["framework"] == "mxnet"
+    assert run.header["rule"] == "backoff"
+    assert run.header["parameters"] == {"w": 3, "b": 4}
+    assert run.header["versions"]["mxnet"] == mx.__version__
+    first, second, third = run.steps
+    assert first.loss == pytest.approx((gradient**2).sum() / 2 / 4, rel=1e-6)
+    assert first.norm == pytest.approx(np.linalg.norm(gradient) / 4, rel=1e-6)
+    assert first.amax == np.abs(gradient).max() * 2.0**16
+    assert (first.lr, first.scale, first.verdict) == (0.25, 2.0**16, Verdict.APPLY)
+    assert (second.cause, second.nonfinite, second.culprits) == (Cause.OVERFLOW, True, ("b", "w"))
+    assert (second.next_scale, third.scale) == (2.0**15, 2.0**15)
+    (event,) = run.events
+    assert (event.what, event.step, event.detail["culprits"]) == ("skip", 1, ["b (inf)", "w (inf)"])
+
+
+def test_the_journal_of_a_run_that_is_off(tmp_path):
+    trainer = sgd(parameters())
+    with Journal(tmp_path / "run.jsonl") as journal:
+        gl.init_trainer(trainer, "off", journal=journal)
+        step(gl, trainer, batch_size=2)
+        plain_step(trainer)
+    first, second = read_journal(tmp_path / "run.jsonl").steps
+    assert first.loss > 0
+    assert first.scale == 1.0
+    assert math.isnan(second.loss)
