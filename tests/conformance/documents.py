@@ -1,8 +1,8 @@
 """Code in README.md and docs/*.md, run by the folder whose framework it names.
 
 A block opened with "python" needs no framework, one opened with "python torch" needs torch.
-Blocks with `>>>` must print what they say. A comment `<!-- setup torch ... -->` on a page holds what
-its blocks for torch take for granted: a model, a batch.
+Blocks with `>>>` must print what they say. A comment `<!-- setup torch ... -->` on a page holds
+what its blocks for torch take for granted: a model, a batch.
 """
 
 import doctest

@@ -506,7 +506,7 @@ def test_settings_that_cannot_work():
 
 
 def test_a_loss_on_another_device_is_told():
-    with pytest.raises(MisuseError, match="made for 'cpu', .* the loss is on 'meta'"):
+    with pytest.raises(MisuseError, match=r"made for 'cpu', .* the loss is on 'meta'"):
         ours().scaler.scale(torch.zeros((), device="meta"))
 
 
