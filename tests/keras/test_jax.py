@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from line import bits, lifted, line
 
 from gradlift import Cause
+from gradlift.errors import MisuseError
 from gradlift.keras import LossScaleOptimizer
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -32,20 +33,16 @@ def half(w, x):
 class Loop:
     """A training loop as Keras' guide for JAX writes it."""
 
-    def __init__(self, rule="dynamic:init_scale=2^8,growth_interval=3", clip=None, **how):
+    def __init__(self, rule="dynamic:init_scale=2^8,growth_interval=3", **how):
         self.w = keras.Variable(np.zeros(2, np.float32), name="w")
         self.optimizer = LossScaleOptimizer(SGD(1.0), rule=rule)
         self.optimizer.build([self.w])
-        self.clip = clip
         self.one = jax.jit(self.one, **how)
 
     def one(self, weights, held, x):
         scope = keras.StatelessScope(state_mapping=list(zip(self.optimizer.variables, held)))
         with scope:
             grads = jax.grad(lambda w: self.optimizer.scale_loss(half(w[0], x)))(weights)
-            if self.clip:
-                true = self.optimizer.get_unscaled_gradients(grads)
-                grads = [jnp.clip(g, -self.clip, self.clip) for g in true]
         return self.optimizer.stateless_apply(held, grads, weights)
 
     def step(self, *x):
@@ -67,35 +64,44 @@ def test_a_loop_of_values():
     assert float(loop.optimizer.loss_scale) == 256
 
 
-def test_a_loop_that_unscales_by_hand():
-    loop = Loop(clip=2.0)
-    for x in (0.5, 3, np.nan, 4096, 0.5, 0.5):  # the clip hides neither NaN nor inf
-        loop.step(x, 1)
-    assert loop.w.numpy().tolist() == [-3.5, -4]
-    assert loop.optimizer.skipped_steps == 2
-    # A step traced later is not taken for one by hand.
-    loop.clip = None
-    loop.one = jax.jit(lambda *values: Loop.one(loop, *values))
-    loop.step(1, 1)
-    assert loop.w.numpy().tolist() == [-4.5, -5]
-
-
-def test_gradients_in_jit_and_the_step_outside():
+def test_unscaling_by_hand_in_a_trace_is_refused():
+    """JAX would keep no note of it, and the step would divide once more, or not at all."""
     w = keras.Variable(np.zeros(1, np.float32))
-    optimizer = LossScaleOptimizer(SGD(1.0), rule="dynamic:init_scale=8,growth_interval=1")
+    optimizer = lifted(SGD(1.0), initial_scale=8)
     optimizer.build([w])
+    with pytest.raises(MisuseError, match="inside jit, let the inner optimizer clip"):
+        jax.jit(lambda g: optimizer.get_unscaled_gradients([g]))(jnp.ones(1))
+    optimizer.scale_loss(jnp.float32(1))
+    optimizer.apply([jnp.float32([8])], [w])
+    assert w.numpy().tolist() == [-1]
+
+
+def test_a_loss_noted_outside_is_not_baked_into_a_trace():
+    w = keras.Variable(np.zeros(1, np.float32))
+    optimizer = lifted(SGD(1.0), initial_scale=8)
+    optimizer.build([w])
+    optimizer.scale_loss(jnp.float32(np.nan))
+    variables = [w, *optimizer.variables]
 
     @jax.jit
-    def backward(held, weight, x):
-        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, held))):
-            grad = jax.grad(lambda v: optimizer.scale_loss((v * x).sum()))(weight)
-            return optimizer.get_unscaled_gradients([grad])
+    def step(values):
+        with keras.StatelessScope(state_mapping=list(zip(variables, values))) as scope:
+            optimizer.apply([jnp.float32([8])], [w])
+        return [scope.get_current_value(v) for v in variables]
 
+    values = [v.value for v in variables]
     for _ in range(3):
-        held = [v.value for v in optimizer.variables]
-        optimizer.apply(backward(held, w.value, jnp.float32([1.0])), [w])
-    assert w.numpy().tolist() == [-3]
-    assert float(optimizer.loss_scale) == 64
+        values = step(values)
+    assert values[0].tolist() == [-3]
+
+
+def test_a_variable_without_elements():
+    optimizer = lifted(SGD(1.0), rule="auto:init_scale=8")
+    empty, w = keras.Variable(np.zeros(0, np.float32)), keras.Variable(np.zeros(1, np.float32))
+    optimizer.build([empty, w])
+    optimizer.scale_loss(jnp.float32(1))
+    optimizer.apply([jnp.zeros(0), jnp.float32([8])], [empty, w])
+    assert w.numpy().tolist() == [-1]
 
 
 def test_nothing_calls_back():

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..errors import MisuseError
 from ..jax._inspect import look
 from ..jax._select import gated
 from ..reading import Reading
-from ._record import Values
+from ._record import Seen, Values
 from ._traced import nothing, settled
 
 
@@ -21,8 +22,10 @@ class Noted(NamedTuple):
 
     total: Any = None
     """The losses' sum."""
-    spoiled: Any = None
-    """Was a gradient that `get_unscaled_gradients` saw not finite? Known: it was called."""
+    any_dead: Any = False
+    all_dead: Any = True
+    seen: Seen | None = None
+    """What gradients showed that `get_unscaled_gradients` was given."""
 
 
 _NOTHING = Noted()
@@ -33,29 +36,29 @@ class Window:
 
     def __init__(self) -> None:
         self.compiled: dict[Any, Any] = {}
-        self.traced = False
-        """Was `get_unscaled_gradients` called in a trace, and its step not traced yet?"""
         self.clear()
 
     def clear(self) -> None:
         self.noted = _NOTHING
 
     def note(self, loss: Any) -> None:
-        if not isinstance(loss, jax.core.Tracer):
-            total, here = self.noted.total, jnp.sum(loss, dtype=jnp.float32)
-            self.noted = self.noted._replace(total=here if total is None else total + here)
+        """What was unscaled before this loss is not of this step."""
+        if not readable(loss):
+            return
+        here, before = jnp.sum(loss, dtype=jnp.float32), self.noted
+        dead = ~jnp.isfinite(here)
+        total = here if before.total is None else before.total + here
+        self.noted = Noted(total, dead | before.any_dead, dead & before.all_dead)
 
-    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
-        """Gradients were unscaled by hand; was one of them not finite?
-
-        In a trace NaN must tell it: no clip hides that, as it hides inf.
-        """
-        if isinstance(found, jax.core.Tracer):
-            self.traced = True
-            return [g if g is None else jnp.where(jnp.isfinite(g), g, jnp.nan) for g in true]
-        before = self.noted.spoiled
-        self.noted = self.noted._replace(spoiled=found if before is None else before | found)
-        return true
+    def unscaled(self, seen: Seen) -> None:
+        """Gradients were unscaled by hand, and this is what they showed before."""
+        if not readable(seen.nonfinite):
+            raise MisuseError(
+                "get_unscaled_gradients() notes that the next step gets true gradients, and JAX "
+                "keeps no notes of what it traces: inside jit, let the inner optimizer clip "
+                "(global_clipnorm=...) and give stateless_apply the scaled gradients"
+            )
+        self.noted = self.noted._replace(seen=seen)
 
 
 def readable(value: Any) -> bool:
@@ -63,10 +66,22 @@ def readable(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
+def number(value: Any) -> Any:
+    """A variable's value, as a step computes with it."""
+    return jnp.asarray(value, jnp.float32)
+
+
 def read(grads: list[Any], inverse: Any, amax: bool) -> tuple[Any, Any, Any]:
     """Is a gradient not finite? The largest |g|, and the true norm."""
-    seen = look(grads, inverse, amax=amax)
+    seen = look([g for g in grads if g.size], inverse, amax=amax)
     return seen.nonfinite, seen.amax, seen.norm
+
+
+def see(grads: list[tuple[int, Any]], used: Any, factor: Any, amax: bool) -> Seen:
+    """A look at gradients that carry `factor`, of a loss that carried `used`."""
+    nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
+    bad = lax.cond(nonfinite, lambda: first_bad(grads), lambda: jnp.float32(0))
+    return Seen(nonfinite, top * (used / factor), norm, bad)
 
 
 def first_bad(grads: list[tuple[int, Any]]) -> Any:
@@ -86,26 +101,19 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     given = {opt._position(v): g for g, v in zip(grads, variables)}
     full = [given.get(i) for i in range(len(mine))] if grads else []
     values = [v.value for v in opt.variables], full, [v.value for v in mine]
-    moved, kept = _compiled(opt, *values, opt._window.noted)
+    traced = not all(map(readable, jax.tree.leaves(values)))
+    moved, kept = _compiled(opt, *values, _NOTHING if traced else opt._window.noted)
     for variable, value in zip([*mine, *opt.variables], [*moved, *kept]):
         variable.assign(value)
     opt._window.clear()
 
 
 def _compiled(opt: Any, *values: Any) -> Any:
-    """`stateless`, compiled once for each way in which the optimizer may be used."""
-    compiled, way = opt._window.compiled, (opt._window.traced, opt._loss_is_half)
+    """`stateless`, compiled for float16 losses and for others."""
+    compiled, way = opt._window.compiled, opt._loss_is_half
     if way not in compiled:
         compiled[way] = jax.jit(functools.partial(stateless, opt))
     return compiled[way](*values)
-
-
-def stateless_apply(opt: Any, held: list[Any], grads: list[Any], weights: list[Any]) -> Any:
-    """`stateless`, called by the user; gradients unscaled in the same trace have met their step."""
-    after = stateless(opt, held, grads, weights)
-    if not all(readable(g) for g in grads):
-        opt._window.traced = False
-    return after
 
 
 def stateless(
@@ -126,17 +134,16 @@ def stateless(
     if not marked:
         return weights, [*done(nothing(values)), *inner]
     used = opt._carried(values.scale)
-    by_hand = opt._window.traced or noted.spoiled is not None
+    by_hand = noted.seen is not None
     factor = jnp.float32(1) if by_hand else used
-    nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, opt.rule.magnitudes)
-    if noted.spoiled is not None:
-        nonfinite = nonfinite | noted.spoiled
+    seen = see(marked, used, factor, opt.rule.magnitudes)
+    if noted.seen is not None:
+        seen = noted.seen.but(seen, jnp.where)
     known = noted.total is not None
     loss = noted.total if known else jnp.float32(jnp.nan)
-    dead = ~jnp.isfinite(loss) if known else False
-    reading = Reading(nonfinite, amax * (used / factor), dead, norm=norm)
-    bad = lax.cond(nonfinite, lambda: first_bad(marked), lambda: jnp.float32(0))
-    sound, after = settled(opt.rule, values, used, reading, known, loss, bad)
+    dead = noted.all_dead | (noted.any_dead & seen.nonfinite) if known else False
+    reading = Reading(seen.nonfinite, seen.amax, dead, norm=seen.norm)
+    sound, after = settled(opt.rule, values, used, reading, known, loss, seen.culprit)
 
     def step() -> tuple[Any, Any]:
         true = grads

@@ -13,7 +13,7 @@ from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..journal import Journal
 from ..verdict import Cause, Verdict
 from ._optimizer import LossScaleOptimizer
-from ._record import ROWS, Record, culprits_of, line
+from ._record import ROWS, Record, line
 
 
 class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
@@ -47,6 +47,7 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             raise SettingsError(f"every is {every!r}, expected a whole number from 1 to {ROWS}")
         self.every = every
         self._given = journal
+        self._optimizer: Any = None
         self._journal: Journal | None = None
         self._record: Record | None = None
         self._shown: dict[str, float] = {}
@@ -60,11 +61,12 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
                 f"optimizer is {type(optimizer).__name__}: compile it with "
                 "LossScaleOptimizer(optimizer, rule=...)"
             )
+        if self._journal is not None and optimizer is self._optimizer:
+            self._take(self._read())  # of a run that was interrupted
         self._optimizer = optimizer
         optimizer._witness = self._halted
-        record = self._read()
-        self._ahead, self._seen, self._epoch_start = 0, record.steps, record.skipped
-        self._since = time.perf_counter()
+        self._together = self.model.steps_per_execution
+        self._ahead, self._begun = 0, False
         if self._given is not None and self._journal is None:
             given = self._given
             self._journal = given if isinstance(given, Journal) else Journal(given)
@@ -72,7 +74,7 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
                 rule=str(optimizer.rule),
                 framework="keras",
                 backend=keras.backend.backend(),
-                formats=["fp16"],
+                formats=_formats(self.model),
             )
             self._described = False
             self._describe(self._journal)
@@ -86,15 +88,17 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             journal.describe(parameters=sizes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_start = self._read().skipped
+        record = self._read()
+        if not self._begun:  # not earlier: a callback may have put older weights there
+            self._begun, self._seen = True, record.steps
+        self._epoch_start, self._since = record.skipped, time.perf_counter()
         if self._shown:
             self._shown = {**self._shown, "skipped": 0}
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        together = self.model.steps_per_execution
-        if self._ahead >= self.every or self._ahead + together > ROWS:
+        if self._ahead >= self.every or self._ahead + self._together > ROWS:
             self._look()
-        self._ahead += together
+        self._ahead += self._together
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if logs is not None:
@@ -112,9 +116,13 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             self._journal = None
 
     def _now(self) -> keras.StatelessScope:
-        """Where the optimizer's variables have their values: in JAX's `fit` these live outside."""
-        synced = getattr(self.model, "_jax_state_synced", True)
-        values = [] if synced else self.model._jax_state["optimizer_variables"]
+        """Where the optimizer's variables have their values: in JAX's `fit` these live outside.
+
+        `self.model` would put them back, at every look, and make the next step start anew.
+        """
+        model = self._model
+        outside = None if getattr(model, "_jax_state_synced", True) else model._jax_state
+        values = outside["optimizer_variables"] if outside else []
         return keras.StatelessScope(state_mapping=list(zip(self._optimizer.variables, values)))
 
     def _read(self) -> Record:
@@ -145,6 +153,11 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _take(self, record: Record) -> None:
         self._ahead = 0
+        if record.steps < self._seen:
+            if self._journal is not None:
+                text = f"back at step {record.steps}: an older state was loaded"
+                self._journal.event("note", self._seen, text=text)
+            self._seen = record.steps
         rows = record.rows(self._seen)
         if not rows:
             return
@@ -176,6 +189,13 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
                     cause=told.cause.name,
                     scale=row.scale,
                     next_scale=row.next_scale,
-                    culprits=[getattr(c, "described", c) for c in culprits_of(row, names)],
+                    culprits=[getattr(c, "described", c) for c in told.culprits],
                 )
             journal.step(told)
+
+
+def _formats(model: Any) -> list[str]:
+    """What the layers compute in."""
+    kinds = {layer.compute_dtype for layer in model._flatten_layers()}
+    names = {"float16": "fp16", "bfloat16": "bf16"}
+    return [name for kind, name in names.items() if kind in kinds] or ["fp32"]

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from keras import ops
 from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..rules import Off, Rule, ScaleState, Static, parse, preset
 from ..rules._presets import cautious
-from ..rules._rule import is_power_of_two
+from ..rules._rule import _text, is_power_of_two
 from ..verdict import Cause, Limits, StepResult, explain_halt
 from ._record import HISTORY, ROWS, Record, Row, Values, memory_of, told
 from ._saved import checked, rule_bytes
@@ -96,9 +97,10 @@ the "window" so far |
             raise SettingsError(f"drop is {drop!r}, expected 'micro-batch' or 'window'")
         if inner_optimizer.loss_scale_factor is not None:
             factor = inner_optimizer.loss_scale_factor
+            text = f"static:{_text(float(factor))}"
             warnings.warn(
                 f"the inner optimizer's loss_scale_factor={factor!r} is taken out, since this one "
-                f"scales the loss; for that very scale give rule='static:{factor:g}'",
+                f"scales the loss; for that very scale give rule='{text}'",
                 stacklevel=2,
             )
         chosen = _chosen(rule, initial_scale, dynamic_growth_steps, dynamic)
@@ -111,7 +113,9 @@ the "window" so far |
         self._window = self._on.Window()
         self._loss_is_half = False
         self._scaled_once = False
-        self._hands = _Hands()
+        self._open = _Open()
+        self._judged = 0
+        """Steps that `enforce` has looked at."""
         self._witness: Callable[[TrainingHalted], None] | None = None
         """Is told of a halt before it is raised."""
 
@@ -150,10 +154,11 @@ the "window" so far |
         """loss * scale, in float32; notes whether the loss itself was finite."""
         if isinstance(self.rule, Off):
             return loss
-        loss = ops.convert_to_tensor(loss)
+        loss = ops.convert_to_tensor(float(loss) if isinstance(loss, int) else loss)
         kind = keras.backend.standardize_dtype(loss.dtype)
         if "float" not in kind:
             raise MisuseError(f"the loss is {kind}, expected a real floating-point number")
+        self._open.meet(kind)
         self._loss_is_half = kind == "float16"
         self._scaled_once = True
         self._window.note(loss)
@@ -187,7 +192,7 @@ the "window" so far |
                 self.inner_optimizer.apply(grads, variables)
             return
         self._on.apply(self, grads, variables)
-        self._hands = _Hands()
+        self._open = _Open()
         if self.limits != Limits() and self._on.readable(self.dynamic_scale.value):
             try:
                 self.enforce()
@@ -207,7 +212,8 @@ the "window" so far |
             raise MisuseError("stateless_apply() before build(model.trainable_variables)")
         grads = list(grads)
         self._checked(grads, None)
-        return self._on.stateless_apply(self, optimizer_variables, grads, trainable_variables)
+        self._open = _Open()
+        return self._on.stateless(self, optimizer_variables, grads, trainable_variables)
 
     def _checked(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
         """The variables that go with these gradients, or what is wrong with them."""
@@ -218,8 +224,13 @@ the "window" so far |
                 f"{len(grads)} gradients for {len(variables)} variables: pass one for each "
                 "variable, None where there is none"
             )
+        if grads and all(g is None for g in grads):
+            raise MisuseError(
+                "there is no gradient for any variable: does the loss depend on them, and was it "
+                "computed inside the tape?"
+            )
         self._check_variables_are_known(variables)
-        self._hands.check(grads)
+        self._open.check(grads)
         if not self._scaled_once and self.initial_scale != 1 and grads:
             self._scaled_once = True
             warnings.warn(
@@ -233,8 +244,8 @@ the "window" so far |
     def _indexed(self, grads: list[Any], variables: list[Any]) -> list[tuple[int, Any]]:
         """The gradients there are, each with its variable's place."""
         return [
-            (self._position(v), g)
-            for g, v in zip(grads, variables)
+            (i if v is None else self._position(v), g)
+            for i, (g, v) in enumerate(zip(grads, variables))
             if g is not None and not self._overwrite_variable_with_gradient(v)
         ]
 
@@ -252,7 +263,8 @@ the "window" so far |
         places = {id(v): i for i, v in enumerate(self.inner_optimizer.variables)}
         fresh = []
         for optimizer in getattr(self.inner_optimizer, "optimizers", [self.inner_optimizer]):
-            if steps := optimizer.gradient_accumulation_steps:
+            steps = optimizer.gradient_accumulation_steps
+            if steps and optimizer.built:
                 count = places[id(optimizer._iterations)]
                 fresh.append((count, inner[count] - inner[count] % steps))
                 sums = [v for v in optimizer._accumulated_gradients if v is not None]
@@ -273,18 +285,18 @@ the "window" so far |
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
         """The true gradients, to be clipped or looked at; the next `apply` takes such ones."""
         grads = list(grads)
-        self._hands.check_scaled(grads)
+        self._open.check_scaled(grads)
         if isinstance(self.rule, Off):
             return grads
-        used = self._carried(ops.convert_to_tensor(self.dynamic_scale)) if self.built else None
-        if used is None:
-            used = ops.convert_to_tensor(self._carried(float(self.initial_scale)), "float32")
-        true = [None if g is None else self._on.unscaled(g, 1 / used) for g in grads]
-        found = [g for g in true if g is not None]
-        if found:  # a clip by value would hide it
-            bad, *_ = self._on.read(found, ops.ones_like(used), False)
-            true = self._window.unscaled(true, bad)
-        self._hands = _Hands(grads, true)
+        if self.built:
+            variables, scale = self._checked(grads, None), self.dynamic_scale.value
+        else:  # tf.keras' loops build at their first step
+            variables, scale = [None] * len(grads), self.initial_scale
+        used = self._carried(self._on.number(scale))
+        if marked := self._indexed(grads, variables):
+            self._window.unscaled(self._on.see(marked, used, used, self.rule.magnitudes))
+        true = self._mapped(lambda g: self._on.unscaled(g, 1 / used), grads, variables)
+        self._open.unscaled(grads, true)
         return true
 
     @property
@@ -350,7 +362,11 @@ the "window" so far |
         >>> LossScaleOptimizer(keras.optimizers.SGD(0.1), max_consecutive_skips=9).enforce()
         """
         record = record or self.record
-        for step, row in record.rows(record.steps - 1 if since is None else since):
+        first = record.steps - 1 if since is None else since
+        if self._judged <= record.steps:  # else an older state was loaded
+            first = max(first, self._judged)
+        self._judged = record.steps
+        for step, row in record.rows(first):
             self._enforce(step, int(row.skips), told(row, self.names))
 
     def _enforce(self, step: int, skips: int, result: StepResult) -> None:
@@ -401,27 +417,47 @@ the "window" so far |
         super().load_own_variables({name: store[name] for name in names})  # tells why not
 
 
-class _Hands:
-    """What went through `get_unscaled_gradients` since the last step, to tell a mix-up."""
+class _Open:
+    """What Python knows of the open window, to tell a mix-up; a trace sees only its own."""
 
-    def __init__(self, scaled: Any = (), true: Any = ()) -> None:
-        self._held = [*scaled, *true]  # as long as they live nobody else has their id
-        self._scaled = {id(g) for g in scaled if g is not None}
-        self._true = {id(g) for g in true if g is not None}
+    def __init__(self) -> None:
+        self._kind: str | None = None
+        self._scaled: dict[int, Any] = {}
+        self._true: dict[int, Any] = {}
+
+    def meet(self, kind: str) -> None:
+        """A loss of this type; what was unscaled before it is not of this step."""
+        if self._kind is not None and "float16" in (kind, self._kind) and kind != self._kind:
+            raise MisuseError(
+                f"one step has a {self._kind} loss and a {kind} one, which carry different scales: "
+                "compute both in float32"
+            )
+        self._kind, self._scaled, self._true = kind, {}, {}
+
+    def unscaled(self, scaled: list[Any], true: list[Any]) -> None:
+        # By weak reference: nothing is kept alive, and an id may be somebody else's later.
+        self._scaled, self._true = (
+            {id(g): weakref.ref(g) for g in grads if g is not None} for grads in (scaled, true)
+        )
 
     def check_scaled(self, grads: list[Any]) -> None:
-        if any(id(g) in self._true for g in grads):
+        if any(_among(g, self._true) for g in grads):
             raise MisuseError(
                 "get_unscaled_gradients() was given gradients that it has unscaled before: call "
                 "it once a step"
             )
 
     def check(self, grads: list[Any]) -> None:
-        if any(id(g) in self._scaled for g in grads):
+        if any(_among(g, self._scaled) for g in grads):
             raise MisuseError(
                 "these gradients still carry the scale, though get_unscaled_gradients() was called "
                 "on them: apply what it returned"
             )
+
+
+def _among(g: Any, known: dict[int, Any]) -> bool:
+    held = known.get(id(g))
+    return held is not None and held() is g
 
 
 class _Given(keras.initializers.Initializer):  # type: ignore[misc]

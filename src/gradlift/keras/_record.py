@@ -39,6 +39,22 @@ class Row(NamedTuple):
     """Steps not applied in a row, with this one."""
 
 
+class Seen(NamedTuple):
+    """What one look at gradients showed."""
+
+    nonfinite: Any
+    amax: Any
+    """Largest |g|, as scaled."""
+    norm: Any
+    """Of the true gradients."""
+    culprit: Any
+
+    def but(self, now: Seen, where: Any) -> Seen:
+        """Seen before the user clipped; `now` what is left, which may be bad as well."""
+        bad = where(self.nonfinite, self.culprit, now.culprit)
+        return Seen(self.nonfinite | now.nonfinite, self.amax, self.norm, bad)
+
+
 class Values(NamedTuple):
     """The four variables' values."""
 

@@ -40,7 +40,9 @@ def checked(
             )
     scale, clean = float(found[kept[0]]), int(found[kept[1]])
     if not ours:
-        _check(rule, rule.init()._replace(scale=scale, clean=clean if _counts(rule) else 0))
+        if not isinstance(rule, Backoff):  # to others `clean` does not mean what it means to Keras
+            clean, found[kept[1]] = 0, np.zeros_like(found[kept[1]])
+        _check(rule, rule.init()._replace(scale=scale, clean=clean))
         return found
     history = [int(x) for x in found[kept[2]]]
     _same(rule, bytes(np.asarray(store["rule"])))
@@ -48,11 +50,6 @@ def checked(
     if min(counts_of(history)) < 0:
         raise StateError("the saved optimizer's counts are negative: the file is damaged")
     return found
-
-
-def _counts(rule: Rule) -> bool:
-    """Does `clean` mean to it what it means to Keras?"""
-    return isinstance(rule, Backoff)
 
 
 def _check(rule: Rule, state: ScaleState) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from ..errors import MisuseError
 from ..formats import FP32
 from ..reading import Reading
-from ._record import Values
+from ._record import Seen, Values
 from ._traced import nothing, settled
 
 _TINY = 1e-20  # a sum of squares below it may have lost digits to float32's underflow
@@ -26,7 +26,7 @@ class Window:
     def __init__(self) -> None:
         with tf.init_scope():
             self.held = tf.Variable(
-                tf.zeros(4),
+                tf.zeros(3 + 1 + len(Seen._fields)),
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
@@ -34,20 +34,21 @@ class Window:
             )
 
     def note(self, loss: Any) -> None:
-        total = tf.reduce_sum(tf.cast(loss, tf.float32))
-        self._add(1.0, total, 0.0, 0.0)
-
-    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
-        """Gradients were unscaled by hand; was one of them not finite?"""
-        self._add(0.0, 0.0, 1.0, tf.cast(found, tf.float32))
-        return true
-
-    def _add(self, losses: float, total: Any, by_hand: float, spoiled: Any) -> None:
+        """What was unscaled before this loss is not of this step."""
         _check_place()
-        self.held.assign_add(tf.stack([losses, total, by_hand, spoiled]))
+        total = tf.cast(tf.reduce_sum(loss), tf.float32)
+        dead = tf.reduce_any(~tf.math.is_finite(loss))
+        losses = self.held.read_value()[:3] + tf.stack([1.0, tf.cast(dead, tf.float32), total])
+        self.held.assign(tf.concat([losses, tf.zeros(1 + len(Seen._fields))], 0))
+
+    def unscaled(self, seen: Seen) -> None:
+        """Gradients were unscaled by hand, and this is what they showed before."""
+        _check_place()
+        numbers = tf.stack([1.0, *(tf.cast(x, tf.float32) for x in seen)])
+        self.held.assign(tf.concat([self.held.read_value()[:3], numbers], 0))
 
     def clear(self) -> None:
-        self.held.assign(tf.zeros(4))
+        self.held.assign(tf.zeros_like(self.held))
 
 
 def _check_place() -> None:
@@ -66,6 +67,11 @@ def elements(g: Any) -> Any:
 def readable(value: Any) -> bool:
     """Can it be read now, or is this a trace?"""
     return bool(tf.executing_eagerly())
+
+
+def number(value: Any) -> Any:
+    """A variable's value, as a step computes with it."""
+    return tf.convert_to_tensor(value, tf.float32)
 
 
 def read(grads: list[Any], inverse: Any, amax: bool) -> tuple[Any, Any, Any]:
@@ -134,29 +140,37 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     tf.distribute.get_replica_context().merge_call(everywhere, args=(grads, variables))
 
 
-def _seen(opt: Any, grads: list[Any], variables: list[Any]) -> tuple[Any, ...] | None:
-    """Non-finite, largest |g| as scaled, norm and culprit; None without gradients."""
+def _seen(opt: Any, grads: list[Any], variables: list[Any]) -> Seen | None:
+    """What this replica's gradients show; None without gradients."""
     marked = opt._indexed(grads, variables)
     if not marked:
         return None
     used, factor = _factors(opt)
-    nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, opt.rule.magnitudes)
-    bad = tf.cond(nonfinite, lambda: first_bad(marked), lambda: tf.zeros(()))
-    return nonfinite, amax * (used / factor), norm, bad
+    now = see(marked, used, factor, opt.rule.magnitudes)
+    *_, by_hand, bad, amax, norm, culprit = tf.unstack(opt._window.held.read_value())
+    then = Seen(bad > 0, amax, norm, culprit).but(now, tf.where)
+    return Seen(*(tf.where(by_hand > 0, a, b) for a, b in zip(then, now)))
+
+
+def see(grads: list[tuple[int, Any]], used: Any, factor: Any, amax: bool) -> Seen:
+    """A look at gradients that carry `factor`, of a loss that carried `used`."""
+    nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
+    bad = tf.cond(nonfinite, lambda: first_bad(grads), lambda: tf.zeros(()))
+    return Seen(nonfinite, top * (used / factor), norm, bad)
 
 
 def _factors(opt: Any) -> tuple[Any, Any]:
     """The scale that the loss carried, and what is left of it in the gradients."""
     used = opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
-    return used, tf.where(opt._window.held.read_value()[2] > 0, 1.0, used)
+    return used, tf.where(opt._window.held.read_value()[3] > 0, 1.0, used)
 
 
-def _together(found: Any) -> tuple[Any, ...]:
+def _together(found: Any) -> Seen:
     """What several replicas saw. The sum of their gradients is not there yet, nor its norm."""
     nonfinite, amax, norm, bad = (tf.stack(local) for local in found)
     only = norm[0] if norm.shape[0] == 1 else tf.constant(float("nan"))
     worst = tf.gather(bad, tf.argmax(tf.abs(bad)))
-    return tf.reduce_any(nonfinite), tf.reduce_max(amax), only, worst
+    return Seen(tf.reduce_any(nonfinite), tf.reduce_max(amax), only, worst)
 
 
 def _move(opt: Any, grads: list[Any], variables: list[Any]) -> None:
@@ -165,19 +179,19 @@ def _move(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     opt.inner_optimizer.apply(grads, variables)
 
 
-def _finish(opt: Any, seen: tuple[Any, ...] | None, move: Callable[[], Any]) -> None:
+def _finish(opt: Any, seen: Seen | None, move: Callable[[], Any]) -> None:
     values = Values(*(tf.convert_to_tensor(v.value) for v in opt._kept))
     if seen is None:
         after = nothing(values)
     else:
-        nonfinite, amax, norm, bad = seen
-        losses, total, _, spoiled = tf.unstack(opt._window.held.read_value())
+        losses, dead, total = tf.unstack(opt._window.held.read_value()[:3])
         known = losses > 0
-        dead = known & ~tf.math.is_finite(total)
-        reading = Reading(nonfinite | (spoiled > 0), amax, dead, norm=norm)
+        # Of some losses that were dead and some that were not, only if the gradients show it.
+        blamed = (dead > 0) & (seen.nonfinite | (dead >= losses))
+        reading = Reading(seen.nonfinite, seen.amax, blamed, norm=seen.norm)
         loss = tf.where(known, total, float("nan"))
         used = opt._carried(values.scale)
-        sound, after = settled(opt.rule, values, used, reading, known, loss, bad)
+        sound, after = settled(opt.rule, values, used, reading, known, loss, seen.culprit)
 
         def stay() -> None:
             if opt.drop == "window":

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..reading import Reading
 from ..torch._inspect import device_look, kind_of, look
 from ..verdict import Cause, cause_of
-from ._record import ROWS, Row, Values, counts_of, memory_of, state_of
+from ._record import ROWS, Row, Seen, Values, counts_of, memory_of, state_of
 
 
 class Window:
@@ -22,26 +22,36 @@ class Window:
 
     def clear(self) -> None:
         self.losses = 0
-        self.total: Any = math.nan
-        self.by_hand = False
-        self.spoiled = False
+        self.total: Any = 0.0
+        self.dead: Any = 0
+        self.seen: Seen | None = None
 
     def note(self, loss: Tensor) -> None:
-        """A sum that is not finite tells of a loss that is not."""
+        """What was unscaled before this loss is not of this step."""
         here = loss.detach().sum(dtype=torch.promote_types(loss.dtype, torch.float32))
-        self.total = here if not self.losses else self.total + here
+        self.total = self.total + here
+        self.dead = self.dead + (~torch.isfinite(here)).int()
         self.losses += 1
+        self.seen = None
 
-    def unscaled(self, true: list[Any], found: Any) -> list[Any]:
-        """Gradients were unscaled by hand; was one of them not finite?"""
-        self.by_hand = True
-        self.spoiled = self.spoiled or bool(found)
-        return true
+    def unscaled(self, seen: Seen) -> None:
+        """Gradients were unscaled by hand, and this is what they showed before."""
+        self.seen = seen
+
+    def blames_loss(self, nonfinite: bool) -> bool:
+        """Of some losses that were dead and some that were not, only if the gradients show it."""
+        dead = int(self.dead)
+        return dead > 0 and (dead == self.losses or nonfinite)
 
 
 def readable(value: Any) -> bool:
     """Can it be read now, or is this a trace?"""
     return True
+
+
+def number(value: Any) -> Any:
+    """A variable's value, as a step computes with it."""
+    return float(value)
 
 
 def read(grads: list[Tensor], inverse: float, amax: bool) -> tuple[bool, float, float]:
@@ -65,6 +75,12 @@ def first_bad(grads: list[tuple[int, Tensor]]) -> int:
     return 0
 
 
+def see(grads: list[tuple[int, Tensor]], used: float, factor: float, amax: bool) -> Seen:
+    """A look at gradients that carry `factor`, of a loss that carried `used`."""
+    nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
+    return Seen(nonfinite, top * (used / factor), norm, first_bad(grads) if nonfinite else 0)
+
+
 def unscaled(g: Tensor, inverse: float) -> Tensor:
     return g.float() * inverse if g.dtype in (torch.float16, torch.bfloat16) else g * inverse
 
@@ -79,16 +95,16 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     used = opt._carried(state.scale)
     state = state._replace(scale=used)
     marked = opt._indexed(grads, variables)
-    factor = 1.0 if window.by_hand else used
+    factor = used if window.seen is None else 1.0
     loss = float(window.total) if window.losses else math.nan
-    reading = Reading(nonfinite=False, amax=0.0, checked=bool(marked))
+    reading, culprit = Reading(nonfinite=False, amax=0.0, checked=bool(marked)), 0
     if marked:
-        nonfinite, amax, norm = read([g for _, g in marked], 1 / factor, rule.magnitudes)
-        nonfinite = nonfinite or window.spoiled
-        dead = bool(window.losses) and not math.isfinite(loss)
-        reading = Reading(nonfinite, amax * (used / factor), dead, norm=norm)
+        seen = see(marked, used, factor, rule.magnitudes)
+        if window.seen is not None:
+            seen = window.seen.but(seen, lambda c, a, b: a if c else b)
+        dead, culprit = window.blames_loss(seen.nonfinite), seen.culprit
+        reading = Reading(seen.nonfinite, seen.amax, dead, norm=seen.norm)
     cause = Cause(cause_of(reading, state, rule, loss_known=bool(window.losses)))
-    culprit = first_bad(marked) if reading.nonfinite else 0
     if cause is Cause.NONE:
         if factor != 1:
             grads = opt._mapped(lambda g: unscaled(g, 1 / factor), grads, variables)

@@ -128,7 +128,8 @@ def _of_handle(handle: Any) -> Held:
 
 def value_of(loss: Tensor) -> Tensor:
     """A loss as a plain tensor; one that is spread over ranks is put together."""
-    return loss.detach().full_tensor() if isinstance(loss, DTensor) else loss
+    held: Any = loss.detach()
+    return held.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def distributed() -> bool:
