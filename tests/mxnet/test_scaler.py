@@ -257,6 +257,10 @@ def test_a_stale_gradient_is_mxnets_own_error():
     with pytest.raises(UserWarning, match="Gradient of Parameter `b`"):
         trainer.step(1)
     assert (scaler.steps, scaler.get_scale()) == (0, 2.0**16)
+    with gl.scale_loss(nd.ones(1), trainer):
+        pass  # backward() was forgotten
+    with pytest.raises(UserWarning, match="Gradient of Parameter `w`"):
+        trainer.step(1)
     step(gl, trainer)
     assert scaler.result.stepped
 
@@ -345,6 +349,11 @@ def test_scale_loss_after_unscale():
     backward(trainer, 3.0)
     gl.unscale(trainer)
     step(gl, trainer, 0.3)  # "write": what was unscaled is gone
+    plain_step(plain, 0.3)
+    assert same(weights(trainer), weights(plain))
+    backward(trainer, spoil=INF)
+    gl.unscale(trainer)  # given up
+    step(gl, trainer, 0.3)
     plain_step(plain, 0.3)
     assert same(weights(trainer), weights(plain))
 

@@ -589,9 +589,10 @@ def test_a_copy_of_an_o1_model_runs_its_own_weights():
 def test_a_forward_of_the_models_own_is_kept_and_autocast_ends_after_an_exception():
     model = nn.Linear(2, 2)
     plain = model.forward
-    model.forward = lambda x, twice=False: plain(x) * (2 if twice else 1)
+    model.forward = own = lambda x, twice=False: plain(x) * (2 if twice else 1)
     for _ in range(2):
         model = amp.initialize(model, opt_level="O1")
+    assert own in model.forward.args  # wrapped once
     x = torch.ones(1, 2)
     assert torch.equal(model(x, twice=True), model(x) * 2)
     with pytest.raises(RuntimeError):
@@ -629,11 +630,14 @@ def test_the_optimizer_that_was_passed_in_goes_on_working():
     amp.initialize(model, given, opt_level="O2")  # apex works in place, so some take nothing back
     given.param_groups[0]["lr"] = 1.0
     given.zero_grad()
-    backward(model, given, UP)
+    backward(model, given, 2.0**-13)
     nn.utils.clip_grad_norm_(amp.master_params(given), 10.0)
     given.step()
-    assert model.w.item() == 1 - UP
-    assert given.state_dict()["param_groups"][0]["lr"] == 1.0
+    (master,) = amp.master_params(given)
+    assert (model.w.item(), master.item()) == (1.0, 1 - 2.0**-13)
+    saved = given.state_dict()
+    assert saved["param_groups"][0]["lr"] == 1.0
+    assert saved["state"][0]["master"].item() == 1 - 2.0**-13
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

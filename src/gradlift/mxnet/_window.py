@@ -68,4 +68,4 @@ def check(loss: Any) -> None:
 def _told(loss: Any) -> Any:
     """[sum, 1 if all are finite], still on its way."""
     x = lifted(loss.as_nd_ndarray() if hasattr(loss, "as_nd_ndarray") else loss)
-    return nd.concat(nd.sum(x).reshape(1), nd.max(nd.contrib.isfinite(x)).reshape(1), dim=0)
+    return nd.concat(nd.sum(x).reshape(1), nd.min(nd.contrib.isfinite(x)).reshape(1), dim=0)

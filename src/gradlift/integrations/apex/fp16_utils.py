@@ -179,7 +179,7 @@ class FP16_Optimizer:
             becomes = "reducing to" if scale < result.scale else "keeping"
             said = f"{what} Skipping step. Attempted loss scale: {result.scale}, {becomes} {scale}"
             print(said, flush=True)
-        return True
+        return scale >= result.scale
 
     # State
 
