@@ -67,7 +67,7 @@ def test_a_loop_of_values():
 def test_unscaling_by_hand_in_a_trace_is_refused():
     """JAX would keep no note of it, and the step would divide once more, or not at all."""
     w = keras.Variable(np.zeros(1, np.float32))
-    optimizer = lifted(SGD(1.0), initial_scale=8)
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=8)
     optimizer.build([w])
     with pytest.raises(MisuseError, match="inside jit, let the inner optimizer clip"):
         jax.jit(lambda g: optimizer.get_unscaled_gradients([g]))(jnp.ones(1))
@@ -78,7 +78,7 @@ def test_unscaling_by_hand_in_a_trace_is_refused():
 
 def test_a_loss_noted_outside_is_not_baked_into_a_trace():
     w = keras.Variable(np.zeros(1, np.float32))
-    optimizer = lifted(SGD(1.0), initial_scale=8)
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=8)
     optimizer.build([w])
     optimizer.scale_loss(jnp.float32(np.nan))
     variables = [w, *optimizer.variables]
@@ -96,7 +96,7 @@ def test_a_loss_noted_outside_is_not_baked_into_a_trace():
 
 
 def test_a_variable_without_elements():
-    optimizer = lifted(SGD(1.0), rule="auto:init_scale=8")
+    optimizer = LossScaleOptimizer(SGD(1.0), rule="auto:init_scale=8")
     empty, w = keras.Variable(np.zeros(0, np.float32)), keras.Variable(np.zeros(1, np.float32))
     optimizer.build([empty, w])
     optimizer.scale_loss(jnp.float32(1))

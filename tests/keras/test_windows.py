@@ -82,13 +82,6 @@ def test_a_half_loss_and_a_full_one_carry_different_scales():
         optimizer.scale_loss(tensor(1.0)[0])
 
 
-def test_no_gradient_for_anybody():
-    optimizer, held = started(2)
-    optimizer.scale_loss(tensor(1.0)[0])
-    with pytest.raises(MisuseError, match="no gradient for any variable"):
-        optimizer.apply([None, None], held)
-
-
 def test_limits_are_told_once():
     """By the step itself where it runs in Python; then `ScaleLogger` has nothing to add."""
     optimizer, (w,) = started(rule="backoff:init_scale=8,min_scale=8", on_floor="warn")

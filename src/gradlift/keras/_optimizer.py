@@ -224,11 +224,6 @@ the "window" so far |
                 f"{len(grads)} gradients for {len(variables)} variables: pass one for each "
                 "variable, None where there is none"
             )
-        if grads and all(g is None for g in grads):
-            raise MisuseError(
-                "there is no gradient for any variable: does the loss depend on them, and was it "
-                "computed inside the tape?"
-            )
         self._check_variables_are_known(variables)
         self._open.check(grads)
         if not self._scaled_once and self.initial_scale != 1 and grads:
