@@ -841,13 +841,13 @@ def only_rank_0_records_on_device():
 
 
 @story
-def ddp_drops_a_micro_batch():
+def ddp_drops_a_micro_batch(group=True):
     """A dead loss on one rank is one for all: nobody lowers its scale for it."""
     rows = []
     for factor in (math.nan, 1e38):
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = made()
+        scaler = made(process_group=dist.group.WORLD if group else None)
         with scaler.accumulate(drop_bad=True) as window:
             for micro in range(3):
                 loss = model(data(10 * micro + rank)).square().mean()
@@ -856,6 +856,11 @@ def ddp_drops_a_micro_batch():
         scaler.update()
         rows.append([window.kept, window.dropped, *told(scaler.result, scaler)])
     return {"rows": rows}
+
+
+@story
+def ddp_drops_a_micro_batch_without_a_group():
+    return ddp_drops_a_micro_batch(group=False)
 
 
 @story

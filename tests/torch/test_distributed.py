@@ -22,6 +22,7 @@ WORLDS = {
         "ddp_without_a_group",
         "ddp_accumulates",
         "ddp_drops_a_micro_batch",
+        "ddp_drops_a_micro_batch_without_a_group",
         "fsdp2_fused",
         "fsdp2_on_device",
         "fsdp2_with_a_group",
@@ -265,6 +266,8 @@ def test_a_bad_micro_batch_is_dropped_by_all_or_none():
     dead, overflow = agreed(tell(2, "ddp_drops_a_micro_batch"))
     assert dead == [[0, 2], [1], True, "NONE", 256.0, []]
     assert overflow == [[0, 2], [1], True, "NONE", 128.0, []]
+    unknown = agreed(tell(2, "ddp_drops_a_micro_batch_without_a_group"))
+    assert unknown == [overflow, overflow]  # whose loss it was is not known: all lower their scale
 
 
 def test_where_micro_batches_cannot_be_told_apart_that_is_said():

@@ -163,7 +163,6 @@ def agreed_norm(own: float, shared: float, circle: Circle) -> float:
 
 def compare(rows: list[Said], circle: Circle) -> None:
     """All ranks see the same rows, so if they differ all raise the same error at the same time."""
-    circle.compared = True
     asks = 0
     for row in rows:
         asks |= int(row.asks)
@@ -184,6 +183,7 @@ def compare(rows: list[Said], circle: Circle) -> None:
             "has no order. If each rank holds parameters of its own (a pipeline, hand-made "
             "shards), say so with sharded=True"
         )
+    circle.compared = True
 
 
 def differing(what: str, ranks: Iterable[int], values: Iterable[Any]) -> str:

@@ -63,9 +63,7 @@ class Circle:
                 )
             return
         spread = held(params)
-        group, closed = (
-            (resolved(given), False) if given is not None else _own_group(spread, params)
-        )
+        group, closed = (resolved(given), False) if given is not None else _own_group(spread)
         world = dist.get_world_size()
         if group is None:
             self.everyone = world == 1
@@ -78,10 +76,10 @@ class Circle:
         self.ranks = tuple(ranks_of(group))
         self.size = len(self.ranks)
         self.everyone = given is not None or self.size == world
+        weights = [self._weight(p, h, sharded) for p, h in zip(params, spread)]
         if self.size == 1:
             return
         self.group = group
-        weights = [self._weight(p, h, sharded) for p, h in zip(params, spread)]
         self.weights = {id(p): w for p, w in zip(params, weights)}
         several = dict.fromkeys(weights)
         self.common = weights[0] if len(several) == 1 else None
@@ -177,7 +175,7 @@ def ranks_of(group: Any) -> list[int]:
         ) from error
 
 
-def _own_group(spread: list[Held], params: list[Tensor]) -> tuple[Any, bool]:
+def _own_group(spread: list[Held]) -> tuple[Any, bool]:
     """The smallest group that holds all parts of all parameters, if they tell; and whether it had
     to be closed over meshes that cross each other, so that ranks may hold different parameters."""
     me = dist.get_rank()

@@ -128,8 +128,10 @@ def _of_handle(handle: Any) -> Held:
 
 def value_of(loss: Tensor) -> Tensor:
     """A loss as a plain tensor; one that is spread over ranks is put together."""
-    held: Any = loss.detach()
-    return held.full_tensor() if isinstance(loss, DTensor) else loss
+    if not isinstance(loss, DTensor):
+        return loss
+    spread: Any = loss.detach()
+    return spread.full_tensor()
 
 
 def distributed() -> bool:

@@ -65,7 +65,6 @@ class Track:
         self.rule, self.limits, self.key = rule, limits, key
         self.group, self.sharded = group, sharded
         self.circles: weakref.WeakKeyDictionary[Any, Circle] = weakref.WeakKeyDictionary()
-        self.batches: Any = Parameters([])  # whose micro-batches were judged last
         self.names = {} if names is None else names  # shared: the report may find better ones
         self.allow_fp16_params = allow_fp16_params
         self.want_amax, self.want_norm = want_amax, want_norm
@@ -89,6 +88,8 @@ class Track:
         """For each micro-batch: was it bad, as far as its loss or its gradients have shown?"""
         self.left_out: list[int] = []
         self.spoiled = False
+        self.batches: Any = Parameters([])
+        """Whose micro-batches are judged one by one."""
 
     # What the state is, in numbers
 
@@ -161,17 +162,18 @@ class Track:
         self, bad: bool, found: bool, which: int, params: list[Tensor]
     ) -> tuple[bool, bool]:
         """Was a micro-batch bad on any rank, and did it leave gradients on any? A loss that was
-        dead on one counts on all, or only some would lower their scale for it."""
+        dead on one counts on all, or on none if nobody asks: else only some would lower their
+        scale for it."""
         self.batches.param_groups[0]["params"] = params
         circle = self.circle(self.batches)
-        if circle.group is None:
-            return bad, found
         dead = which < len(self.losses) and bool(self.losses[which])
-        said = torch.tensor([bad, found, dead], dtype=torch.float32, device=self.device)
-        bad, found, dead = map(bool, gather(said, circle).amax(0).tolist())
-        if dead and which < len(self.losses):
+        if circle.group is not None:
+            said = torch.tensor([bad, found, dead], dtype=torch.float32, device=self.device)
+            bad, found, dead = map(bool, gather(said, circle).amax(0).tolist())
+        if which < len(self.losses):
+            dead = dead and circle.everyone
             mine = self.losses[which]
-            self.losses[which] = torch.ones_like(mine) if isinstance(mine, Tensor) else True
+            self.losses[which] = torch.full_like(mine, dead) if isinstance(mine, Tensor) else dead
         return bad, found
 
     def known_gradients(self, loss: Tensor) -> list[Tensor]:
