@@ -38,8 +38,16 @@ def train(config: dict) -> None:
         process_group=dist.group.WORLD,
         journal=Journal(config["journal"]) if rank == 0 else None,
     )
-    data = torch.Generator().manual_seed(rank)
-    for step in range(config["steps"]):
+    first = 0
+    if checkpoint := ray.train.get_checkpoint():  # Ray starts workers again after a failure
+        with checkpoint.as_directory() as folder:
+            held = torch.load(os.path.join(folder, "all.pt"))
+        net.load_state_dict(held["model"])
+        optimizer.load_state_dict(held["optimizer"])
+        scaler.load_state_dict(held["scaler"])
+        first = held["step"]
+    for step in range(first, config["steps"]):
+        data = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(64, 16, generator=data)
         y = x.sin().sum(1, keepdim=True)
         if step == 5 and rank == 1:
@@ -53,8 +61,15 @@ def train(config: dict) -> None:
         scaler.update()
         if (step + 1) % 20 == 0:
             scaler.assert_in_sync()
-            told = {"loss": loss.item(), "scale": scaler.get_scale()}
-            ray.train.report({**told, "step": step + 1, "skipped": scaler.skipped_steps})
+            told = {"step": step + 1, "loss": loss.item(), "scale": scaler.get_scale()}
+            told["skipped"] = scaler.skipped_steps
+            with tempfile.TemporaryDirectory() as folder:
+                if rank == 0:
+                    parts = {"model": net, "optimizer": optimizer, "scaler": scaler}
+                    held = {name: part.state_dict() for name, part in parts.items()}
+                    torch.save({**held, "step": step + 1}, os.path.join(folder, "all.pt"))
+                kept = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
+                ray.train.report(told, checkpoint=kept)
 
 
 def main() -> None:

@@ -384,9 +384,22 @@ def test_lbfgs_trains_and_is_put_back_after_an_overflow():
     assert_same(module.net, net)
 
 
-def test_lbfgs_cannot_be_clipped_by_value():
-    with pytest.raises(MisuseError, match="clip by norm"):
-        fit(Newton(), ours(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
+def test_lbfgs_is_clipped_by_value():
+    module, plugin = Newton(), ours()
+    fit(module, plugin, BATCHES[:1], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    net = make_net()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
+
+    def closure():
+        true_gradients(net, BATCHES[:1])
+        for p in net.parameters():
+            p.grad.clamp_(-0.01, 0.01)
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            return loss_of(net(BATCHES[0][0]), BATCHES[0][1])
+
+    optimizer.step(closure)
+    assert plugin.scaler.skipped_steps == 0
+    assert_same(module.net, net)
 
 
 def test_lightnings_own_refuses_lbfgs():

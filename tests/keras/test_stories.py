@@ -476,6 +476,14 @@ def test_a_float16_loss_carries_two_to_the_fifteen():
     assert str(optimizer.result).endswith("norm 0.25; loss computed in float16")
 
 
+def test_the_scaled_loss_is_wide():
+    """4 * 2^15 is inf in float16; and whoever prints it should see a number."""
+    optimizer = lifted(rule="static:2^15")
+    scaled = optimizer.scale_loss(ops.convert_to_tensor(np.float16(4)))
+    assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+    assert float(scaled) == 2.0**17
+
+
 def test_off_checks_nothing():
     optimizer = lifted(rule="off")
     loss = ops.convert_to_tensor(np.float32(3))
