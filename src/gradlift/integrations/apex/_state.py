@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -31,7 +32,7 @@ def _entry(amp: Amp, state: dict[str, Any], loss_id: int) -> dict[str, Any]:
     if key is not None:
         assert amp.scaler is not None
         amp.scaler._track(key)
-        return own["keys"].get(key) or {"scale": amp.scaler.get_scale(key), "clean": 0}
+        return json.loads(own["keys"]).get(key) or {"scale": amp.scaler.get_scale(key), "clean": 0}
     lists = ("schema", "rule", "sharp", "keys", "events")
     history = {k: v for k, v in own.items() if k not in lists}
     return {"scale": state["scale"], "clean": state["_growth_tracker"], **history}
@@ -74,4 +75,8 @@ def _put(amp: Amp, state: dict[str, Any], loss_id: int, name: str, entry: Any) -
         own |= history
     else:
         merged = {**_entry(amp, state, loss_id), **history}
-        own["keys"][key] = {**merged, "scale": entry["loss_scale"], "clean": entry["unskipped"]}
+        here = {**merged, "scale": entry["loss_scale"], "clean": entry["unskipped"]}
+        try:
+            own["keys"] = json.dumps({**json.loads(own["keys"]), key: here})
+        except TypeError:  # neither a number nor anything else that a state may hold
+            raise StateError(f"{name} is {entry!r:.80}, expected two numbers") from None
