@@ -1,6 +1,6 @@
 """Real multi-process gloo jobs: every rank takes the same decision, in one small collective a step.
 
-The stories are in distributed_job.py; each world runs all of its stories in one job.
+The stories are in stories_*.py; each world runs all of its stories in one job.
 """
 
 import math
@@ -93,7 +93,7 @@ _told = {}
 def tell(world, name):
     """What each rank said of a story."""
     if world not in _told:
-        _told[world] = run("distributed_job.py", world, *WORLDS[world], timeout=180)
+        _told[world] = run("distributed_job.py", world, *WORLDS[world], timeout=300)
     said = [rank[name] for rank in _told[world]]
     for each in said:
         assert "failed" not in each, each["failed"]
