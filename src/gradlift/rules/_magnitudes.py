@@ -154,7 +154,7 @@ class Histogram(Rule):
     ) -> ScaleState:
         near = self.format.max / 8
         share = reading.near_max_share
-        unknown = ns.not_(share >= 0)
+        unknown = share != share  # NaN; "not share >= 0" is rewritten by TensorFlow, and loses it
         crowd = ns.or_(share > self.max_share, ns.and_(unknown, reading.amax > near))
         halve = ns.or_(overflow, ns.and_(clean, crowd))
         room = ns.and_(clean, ns.not_(crowd))
