@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -50,3 +52,10 @@ def test_constructing_a_scaler_touches_no_device():
     scaler = gradlift.torch.GradScaler("cpu")
     assert not torch.cuda.is_initialized()
     assert scaler.get_scale() == 2.0**16
+
+
+def test_the_import_is_light():
+    """DTensor takes half as long to import as torch itself, and few have one."""
+    code = "import sys, gradlift.torch; print('torch.distributed.tensor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +13,15 @@ import numpy as np
 from keras import ops
 
 from ..errors import MisuseError, SettingsError, TrainingHalted
-from ..rules import Off, Rule, ScaleState, Static, parse, preset
-from ..rules._presets import cautious
-from ..rules._rule import _text, is_power_of_two
+from ..rules import Off, Rule, ScaleState, Static
+from ..rules._rule import _text
 from ..verdict import Cause, Limits, StepResult, explain_halt
+from ._arguments import INTERVAL, rule_of
+from ._open import Open
 from ._record import HISTORY, ROWS, Record, Row, Values, memory_of, told
 from ._saved import checked, rule_bytes
 
 HALF_LOSS_CEILING = 2.0**15  # a float16 loss casts the scale itself to float16 in backward
-_KERAS_SCALE, _KERAS_INTERVAL = 2.0**15, 2000
 
 
 def _backend() -> Any:
@@ -103,8 +101,8 @@ the "window" so far |
                 f"scales the loss; for that very scale give rule='{text}'",
                 stacklevel=2,
             )
-        chosen = _chosen(rule, initial_scale, dynamic_growth_steps, dynamic)
-        interval = getattr(chosen, "growth_interval", _KERAS_INTERVAL)
+        chosen = rule_of(rule, initial_scale, dynamic_growth_steps, dynamic)
+        interval = getattr(chosen, "growth_interval", INTERVAL)
         super().__init__(inner_optimizer, chosen.init().scale, interval, name, **kwargs)
         self.rule = chosen
         self.limits = Limits(max_consecutive_skips, on_floor)
@@ -113,7 +111,7 @@ the "window" so far |
         self._window = self._on.Window()
         self._loss_is_half = False
         self._scaled_once = False
-        self._open = _Open()
+        self._open = Open()
         self._judged = 0
         """Steps that `enforce` has looked at."""
         self._witness: Callable[[TrainingHalted], None] | None = None
@@ -192,7 +190,7 @@ the "window" so far |
                 self.inner_optimizer.apply(grads, variables)
             return
         self._on.apply(self, grads, variables)
-        self._open = _Open()
+        self._open = Open()
         if self.limits != Limits() and self._on.readable(self.dynamic_scale.value):
             try:
                 self.enforce()
@@ -212,7 +210,7 @@ the "window" so far |
             raise MisuseError("stateless_apply() before build(model.trainable_variables)")
         grads = list(grads)
         self._checked(grads, None)
-        self._open = _Open()
+        self._open = Open()
         return self._on.stateless(self, optimizer_variables, grads, trainable_variables)
 
     def _checked(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
@@ -412,49 +410,6 @@ the "window" so far |
         super().load_own_variables({name: store[name] for name in names})  # tells why not
 
 
-class _Open:
-    """What Python knows of the open window, to tell a mix-up; a trace sees only its own."""
-
-    def __init__(self) -> None:
-        self._kind: str | None = None
-        self._scaled: dict[int, Any] = {}
-        self._true: dict[int, Any] = {}
-
-    def meet(self, kind: str) -> None:
-        """A loss of this type; what was unscaled before it is not of this step."""
-        if self._kind is not None and "float16" in (kind, self._kind) and kind != self._kind:
-            raise MisuseError(
-                f"one step has a {self._kind} loss and a {kind} one, which carry different scales: "
-                "compute both in float32"
-            )
-        self._kind, self._scaled, self._true = kind, {}, {}
-
-    def unscaled(self, scaled: list[Any], true: list[Any]) -> None:
-        # By weak reference: nothing is kept alive, and an id may be somebody else's later.
-        self._scaled, self._true = (
-            {id(g): weakref.ref(g) for g in grads if g is not None} for grads in (scaled, true)
-        )
-
-    def check_scaled(self, grads: list[Any]) -> None:
-        if any(_among(g, self._true) for g in grads):
-            raise MisuseError(
-                "get_unscaled_gradients() was given gradients that it has unscaled before: call "
-                "it once a step"
-            )
-
-    def check(self, grads: list[Any]) -> None:
-        if any(_among(g, self._scaled) for g in grads):
-            raise MisuseError(
-                "these gradients still carry the scale, though get_unscaled_gradients() was called "
-                "on them: apply what it returned"
-            )
-
-
-def _among(g: Any, known: dict[int, Any]) -> bool:
-    held = known.get(id(g))
-    return held is not None and held() is g
-
-
 class _Given(keras.initializers.Initializer):  # type: ignore[misc]
     """A variable's first value, as it is."""
 
@@ -463,30 +418,3 @@ class _Given(keras.initializers.Initializer):  # type: ignore[misc]
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         return ops.convert_to_tensor(self.value, dtype)
-
-
-def _chosen(
-    rule: Any, initial_scale: float | None, growth_steps: int | None, dynamic: bool
-) -> Rule:
-    """The rule that the arguments ask for."""
-    if rule is not None:
-        if initial_scale is not None or growth_steps is not None or not dynamic:
-            raise SettingsError(
-                "initial_scale, dynamic_growth_steps and dynamic belong to Keras' own rule; with "
-                "rule= write them into it, as in rule='keras:init_scale=2^10,growth_interval=500'"
-            )
-        return (cautious(rule) if isinstance(rule, str) else None) or parse(rule)
-    scale = _KERAS_SCALE if initial_scale is None else float(initial_scale)
-    if not dynamic:
-        if initial_scale is None:
-            raise SettingsError("dynamic=False wants initial_scale=, the scale to keep")
-        return Static(scale)
-    interval = _KERAS_INTERVAL if growth_steps is None else growth_steps
-    odd = math.isfinite(scale) and not is_power_of_two(scale)
-    if odd:
-        warnings.warn(
-            f"initial_scale={scale!r} is not a power of two, so every gradient is rounded once "
-            "more when it is unscaled",
-            stacklevel=4,
-        )
-    return preset("keras", init_scale=scale, growth_interval=interval, powers_of_two=not odd)

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import MisuseError
 from ..formats import FP32
-from ._shards import brought_home, distributed, local
+from ._shards import brought_home, distributed, is_dtensor, local
 
 _SMALL = 2**12  # elements: gradients up to this size are looked at together
 _CACHED = 2**18  # elements: a piece that is still in the cache when it is read again
@@ -257,7 +256,7 @@ def collect(
             elements.append(g._values() if g.is_sparse else g)
     if distributed():
         for i, (p, g) in enumerate(zip(params, grads)):
-            if isinstance(g, DTensor):
+            if is_dtensor(g):
                 grads[i] = brought_home(p, g)
                 elements[i] = local(grads[i])
     return params, grads, elements
@@ -279,7 +278,7 @@ def _refuse(p: Tensor, optimizer: Any) -> None:
         else (f"{name_of(p)} is a float16 parameter")
     )
     kind = type(optimizer).__name__
-    if isinstance(p, DTensor):
+    if is_dtensor(p):
         raise MisuseError(
             f"{who}. Updates smaller than their last bit would be lost. FSDP2 keeps float32 shards "
             "by itself: leave the model in float32 and let MixedPrecisionPolicy(param_dtype=...) "

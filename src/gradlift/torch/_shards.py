@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import MisuseError
 
@@ -37,6 +37,18 @@ class Held(NamedTuple):
 WHOLE = Held()
 
 
+def is_dtensor(t: Any) -> bool:
+    """Looked up, not imported: DTensor takes as long to import as half of torch, and who has one
+    has imported it.
+
+    >>> import torch
+    >>> is_dtensor(torch.ones(2))
+    False
+    """
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(t, home.DTensor)
+
+
 def local(t: Tensor) -> Tensor:
     """This rank's part of a DTensor, where it lies; any other tensor as it is.
 
@@ -45,7 +57,7 @@ def local(t: Tensor) -> Tensor:
     >>> local(t) is t
     True
     """
-    return t._local_tensor if isinstance(t, DTensor) else t
+    return t._local_tensor if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 def brought_home(p: Tensor, g: Any) -> Any:
@@ -68,13 +80,13 @@ def is_flattened(p: Tensor) -> bool:
     return getattr(p, _FLATTENED, False)
 
 
-def held(params: list[Tensor]) -> list[Held]:
+def held(params: list[Any]) -> list[Held]:
     """For each parameter, how it is spread."""
     known: dict[Any, Held] = {}
     handles: dict[int, Any] | None = None
     found = []
     for p in params:
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             key = (p.device_mesh, p.placements)
             if key not in known:
                 known[key] = _of_mesh(*key)
@@ -128,7 +140,7 @@ def _of_handle(handle: Any) -> Held:
 
 def value_of(loss: Tensor) -> Tensor:
     """A loss as a plain tensor; one that is spread over ranks is put together."""
-    if not isinstance(loss, DTensor):
+    if not is_dtensor(loss):
         return loss
     spread: Any = loss.detach()
     return spread.full_tensor()
@@ -136,4 +148,4 @@ def value_of(loss: Tensor) -> Tensor:
 
 def distributed() -> bool:
     """Are there process groups at all? Without them no tensor is spread."""
-    return dist.is_initialized()
+    return dist.is_available() and dist.is_initialized()

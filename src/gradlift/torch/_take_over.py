@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import MisuseError, SettingsError
 from ._names import name_of
+from ._shards import is_dtensor
 from ._update import BITS16
 
 
@@ -84,7 +84,7 @@ def _holds(value: Any, ids: set[int]) -> bool:
 def refuse(params: list[Tensor], update: str) -> None:
     """Parameters that cannot have masters, with the reason."""
     for p in params:
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             raise MisuseError(
                 f"{name_of(p)} is a DTensor: FSDP2 keeps float32 shards by itself. Leave the model "
                 "in float32, use MixedPrecisionPolicy(param_dtype=...) and the optimizer without "
