@@ -19,7 +19,7 @@ from line import bits, lifted, line
 
 from gradlift import Cause
 from gradlift.errors import MisuseError
-from gradlift.keras import LossScaleOptimizer
+from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 FOLDER = Path(__file__).parent
@@ -150,3 +150,21 @@ def test_two_devices_decide_alike(tmp_path):
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert told == ["one_decision_for_both", "the_same_as_on_one_device"]
+
+
+def test_the_logger_lets_fit_run_ahead(monkeypatch):
+    """Keras' own `callback.model` would put all variables back, at every batch."""
+    from keras.src.backend.jax.trainer import JAXTrainer
+
+    own, syncs = JAXTrainer.jax_state_sync, []
+
+    def counted(model):
+        if getattr(model, "_jax_state", None) and not model._jax_state_synced:
+            syncs.append(model)
+        return own(model)
+
+    monkeypatch.setattr(JAXTrainer, "jax_state_sync", counted)
+    model = line(lifted(SGD(1.0)))
+    x = np.full((100, 1), 0.5, np.float32)
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=[ScaleLogger()])
+    assert len(syncs) == 1  # at the end of the epoch

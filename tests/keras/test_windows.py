@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from gradlift import Cause
+from gradlift import Cause, read_journal
 from gradlift.errors import MisuseError
-from gradlift.keras import LossScaleOptimizer
+from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 SGD = keras.optimizers.SGD
 
@@ -109,3 +109,21 @@ def test_a_checkpoint_of_keras_into_a_rule_with_another_memory(tmp_path):
     ours.load_weights(tmp_path / "own.weights.h5")
     state = ours.optimizer.record.state
     assert (state.scale, state.clean, state.seen) == (2.0**15, 0, 0)
+
+
+def test_a_journal_shows_the_headroom_whatever_the_rule(tmp_path):
+    """And records nothing else: weights are the same bits without it."""
+
+    def trained(**logger):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(LossScaleOptimizer(SGD(0.01), rule="static:8"), "mse")
+        x, y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+        model.fit(x, y, batch_size=1, verbose=0, callbacks=[ScaleLogger(**logger)])
+        return [w.tobytes() for w in model.get_weights()]
+
+    path = tmp_path / "run.jsonl"
+    assert trained(journal=path) == trained()
+    steps = read_journal(path).steps
+    assert len(steps) == 4
+    assert all(0 < s.amax < np.inf for s in steps)

@@ -136,7 +136,7 @@ def stateless(
     used = opt._carried(values.scale)
     by_hand = noted.seen is not None
     factor = jnp.float32(1) if by_hand else used
-    seen = see(marked, used, factor, opt.rule.magnitudes)
+    seen = see(marked, used, factor, opt._wants_amax)
     if noted.seen is not None:
         seen = noted.seen.but(seen, jnp.where)
     known = noted.total is not None

@@ -65,6 +65,7 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
             self._take(self._read())  # of a run that was interrupted
         self._optimizer = optimizer
         optimizer._witness = self._halted
+        optimizer._recorded = optimizer._recorded or self._given is not None  # before a trace
         self._together = self.model.steps_per_execution
         self._ahead, self._begun = 0, False
         if self._given is not None and self._journal is None:

@@ -114,6 +114,8 @@ the "window" so far |
         self._open = Open()
         self._judged = 0
         """Steps that `enforce` has looked at."""
+        self._recorded = False
+        """Does somebody keep a journal? Then amax is taken even if the rule needs none."""
         self._witness: Callable[[TrainingHalted], None] | None = None
         """Is told of a halt before it is raised."""
 
@@ -138,6 +140,10 @@ the "window" so far |
     def _kept(self) -> Values:
         """The variables that hold the state and the record."""
         return Values(self.dynamic_scale, self.step_counter, self.history, self.ring)
+
+    @property
+    def _wants_amax(self) -> bool:
+        return self.rule.magnitudes or self._recorded
 
     def _place(self, variable: Any) -> int:
         return next(i for i, v in enumerate(self._variables) if v is variable)
@@ -287,7 +293,7 @@ the "window" so far |
             variables, scale = [None] * len(grads), self.initial_scale
         used = self._carried(self._on.number(scale))
         if marked := self._indexed(grads, variables):
-            self._window.unscaled(self._on.see(marked, used, used, self.rule.magnitudes))
+            self._window.unscaled(self._on.see(marked, used, used, self._wants_amax))
         true = self._mapped(lambda g: self._on.unscaled(g, 1 / used), grads, variables)
         self._open.unscaled(grads, true)
         return true

@@ -146,7 +146,7 @@ def _seen(opt: Any, grads: list[Any], variables: list[Any]) -> Seen | None:
     if not marked:
         return None
     used, factor = _factors(opt)
-    now = see(marked, used, factor, opt.rule.magnitudes)
+    now = see(marked, used, factor, opt._wants_amax)
     *_, by_hand, bad, amax, norm, culprit = tf.unstack(opt._window.held.read_value())
     then = Seen(bad > 0, amax, norm, culprit).but(now, tf.where)
     return Seen(*(tf.where(by_hand > 0, a, b) for a, b in zip(then, now)))

@@ -99,7 +99,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     loss = float(window.total) if window.losses else math.nan
     reading, culprit = Reading(nonfinite=False, amax=0.0, checked=bool(marked)), 0
     if marked:
-        seen = see(marked, used, factor, rule.magnitudes)
+        seen = see(marked, used, factor, opt._wants_amax)
         if window.seen is not None:
             seen = window.seen.but(seen, lambda c, a, b: a if c else b)
         dead, culprit = window.blames_loss(seen.nonfinite), seen.culprit
