@@ -18,15 +18,19 @@ export HF_HUB_OFFLINE := 1
 export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
-# One pytest process a folder: two frameworks never meet in one process.
-SUITES := core numpy torch jax keras-jax keras-torch keras-tensorflow mxnet integrations browser
+# One pytest process a folder: two frameworks never meet in one process. The longest come first.
+SUITES := torch integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
 .PHONY: run test lint bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
 
-test: $(SUITES:%=test-%)
+# Two suites at a time, a thread each; what a suite has to say is shown when it is through.
+SYNC := $(if $(filter output-sync,$(.FEATURES)),-Otarget)
+test: export OMP_NUM_THREADS := 1
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory -j2 -k $(SYNC) $(SUITES:%=test-%)
 
 test-keras-%: $(VENV)/.test always
 	@echo "== tests/keras on $*"

@@ -601,12 +601,14 @@ def test_steps_that_nobody_could_see_are_told(tmp_path):
 
 
 def test_looking_changes_nothing(tmp_path):
+    """Nothing but the record of steps, which holds amax too where a journal wants it."""
     ended = []
     for callbacks in ([], [ScaleLogger(tmp_path / "run.jsonl", every=1)], [ScaleLogger(every=3)]):
         optimizer = lifted(SGD(0.1, momentum=0.9))
         model = line(optimizer)
         fit(model, 1, 2, HUGE, 3, NAN, 4, epochs=2, callbacks=callbacks)
-        ended.append(bits([*model.variables, *optimizer.variables]))
+        held = [*model.variables, *optimizer.variables]
+        ended.append(bits(v for v in held if v is not optimizer.ring))
     assert ended[0] == ended[1] == ended[2]
 
 
