@@ -11,7 +11,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt_level", "--opt-level", default="O1")
-parser.add_argument("--niter", type=int, default=150)
+parser.add_argument("--niter", type=int, default=100)
 parser.add_argument("--manualSeed", "--seed", type=int, default=0)
 opt = parser.parse_args()
 

@@ -35,9 +35,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, channels=8, classes=10):
         super().__init__()
-        self.stem = nn.Conv2d(1, channels, 3, padding=1)
+        self.stem = nn.Conv2d(1, channels, 3, stride=2, padding=1)
         self.body = nn.Sequential(Block(channels), nn.MaxPool2d(2), Block(channels))
-        self.head = nn.Linear(channels * 16, classes)
+        self.head = nn.Linear(channels * 4, classes)
 
     def forward(self, x):
         return self.head(self.body(torch.relu(self.stem(x))).flatten(1))

@@ -21,7 +21,7 @@ except ImportError:
 parser = argparse.ArgumentParser()
 parser.add_argument("--fp16_opt_level", "--opt-level", default="O1")
 parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
-parser.add_argument("--max_steps", type=int, default=40)
+parser.add_argument("--max_steps", type=int, default=24)
 parser.add_argument("--max_grad_norm", type=float, default=1.0)
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()

@@ -3,6 +3,7 @@
 import copy
 import doctest
 import importlib
+import inspect
 import io
 import pickle
 import pkgutil
@@ -35,13 +36,32 @@ def test_docstring_examples(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("name", ["amp", "fp16_utils", "optimizers", "parallel"])
+PUBLIC = ["amp", "fp16_utils", "multi_tensor_apply", "optimizers", "parallel"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_a_docstring_with_an_example(name):
     module = importlib.import_module(f"{PACKAGE.__name__}.{name}")
     for public in module.__all__:
         thing = getattr(module, public)
-        if thing.__module__.startswith("gradlift"):
+        if callable(thing) and thing.__module__.startswith("gradlift"):
             assert ">>>" in thing.__doc__, public
+
+
+def test_arguments_come_in_apexs_order():
+    def names(function):
+        arguments = inspect.signature(function).parameters.values()
+        return " ".join(a.name for a in arguments if a.kind is not a.KEYWORD_ONLY)
+
+    assert names(amp.initialize) == (
+        "models optimizers enabled opt_level cast_model_type patch_torch_functions "
+        "keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity "
+        "min_loss_scale max_loss_scale"
+    )
+    assert names(amp.scale_loss) == (
+        "loss optimizers loss_id model delay_unscale delay_overflow_check"
+    )
+    assert inspect.signature(amp.initialize).parameters["max_loss_scale"].default == 2.0**24
 
 
 class Weight(nn.Module):
@@ -58,6 +78,11 @@ class Weight(nn.Module):
 def start(*values, lr=1.0, **settings):
     model = Weight(*values)
     return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), **settings)
+
+
+def several(n):
+    models = [Weight() for _ in range(n)]
+    return amp.initialize(models, [torch.optim.SGD(m.parameters(), lr=1.0) for m in models])
 
 
 def backward(model, optimizer, x, **how):
@@ -204,6 +229,16 @@ def test_zero_grad_of_either_forgets_earlier_passes(level, to_none, whose):
     assert model.w.item() == -UP / 2
 
 
+def test_zero_grad_forgets_an_overflow_with_its_gradients(capsys):
+    model, optimizer = start()
+    backward(model, optimizer, HUGE)
+    optimizer.zero_grad()  # the script saw it, and leaves this batch out by itself
+    backward(model, optimizer, 1.0)
+    optimizer.step()
+    assert (model.w.item(), state()) == (-1.0, (2.0**15, 1))
+    assert capsys.readouterr().out == ""
+
+
 def test_zero_grad_inside_the_block():
     model, optimizer = start()
     for _ in range(2):
@@ -274,6 +309,19 @@ def test_an_exception_in_the_block_puts_the_gradients_back(level):
     assert weight.grad.item() == exact + UP
 
 
+def test_what_a_given_up_loss_was_is_forgotten(capsys):
+    model, optimizer = start()
+    with pytest.raises(ValueError, match="mine"):  # noqa: SIM117
+        with amp.scale_loss(model(float("nan")), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise ValueError("mine")
+    backward(model, optimizer, float("nan"), delay_unscale=True)
+    optimizer.zero_grad()
+    backward(model, optimizer, HUGE)
+    optimizer.step()
+    assert capsys.readouterr().out == LINE.format(0, 32768.0)
+
+
 # delay_unscale
 
 
@@ -316,9 +364,7 @@ def test_a_delayed_pass_of_another_loss_has_another_scale():
 
 
 def test_no_gradient_keeps_a_scale_that_has_moved():
-    models = [Weight(), Weight()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-    models, optimizers = amp.initialize(models, optimizers)
+    models, optimizers = several(2)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 1999}})
     backward(models[0], optimizers, 3.0, delay_unscale=True)
     backward(models[1], optimizers[1], 5.0)  # the scale doubles here
@@ -336,6 +382,17 @@ def test_a_state_is_loaded_over_a_delayed_pass():
     assert model.w.item() == -3.0
 
 
+def test_an_overflow_elsewhere_does_not_stop_a_delayed_pass(capsys):
+    models, optimizers = several(3)
+    backward(models[0], optimizers[0], 1.0, delay_unscale=True)
+    with amp.scale_loss(models[1](HUGE) + models[2](1.0), optimizers[1:], delay_unscale=True) as s:
+        s.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [m.w.item() for m in models] == [-1.0, 0.0, 0.0]
+    assert capsys.readouterr().out == LINE.format(0, 32768.0)
+
+
 # Several losses and optimizers
 
 
@@ -350,9 +407,7 @@ def test_each_loss_has_a_scale_and_each_overflow_is_told_once(capsys):
 
 
 def test_one_bad_optimizer_of_a_pass_stops_all_of_them_and_no_other(capsys):
-    models = [Weight(), Weight(), Weight()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-    models, optimizers = amp.initialize(models, optimizers, opt_level="O1")
+    models, optimizers = several(3)
     loss = models[0](HUGE) + models[1](1.0)
     with amp.scale_loss(loss, optimizers[:2]) as scaled_loss:
         scaled_loss.backward()
@@ -364,14 +419,37 @@ def test_one_bad_optimizer_of_a_pass_stops_all_of_them_and_no_other(capsys):
 
 
 def test_an_optimizer_without_gradients_is_not_at_fault(capsys):
-    models = [Weight(), Weight()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-    models, optimizers = amp.initialize(models, optimizers)
+    models, optimizers = several(2)
     backward(models[0], optimizers, 1.0)
     for optimizer in optimizers:
         optimizer.step()
     assert [m.w.item() for m in models] == [-1.0, 0.0]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("x", "scale"), [(1.0, 2.0**17), (HUGE, 2.0**15)])
+def test_a_block_inside_a_block_of_the_same_loss(x, scale):
+    models, optimizers = several(2)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 1999}})
+    with amp.scale_loss(models[0](1.0), optimizers[0]) as outer:
+        with amp.scale_loss(models[1](x), optimizers[1]) as inner:
+            (outer + inner).backward()
+        with pytest.raises(MisuseError, match="leave that block first"):
+            optimizers[1].step()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [m.w.item() for m in models] == [-1.0, -1.0 if x == 1.0 else 0.0]
+    assert state()[0] == scale
+
+
+def test_optimizers_with_a_parameter_in_common_are_refused():
+    model = Weight()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    model, optimizers = amp.initialize(model, optimizers)
+    with pytest.raises(MisuseError, match="in common"):
+        backward(model, optimizers, 1.0)
+    backward(model, optimizers[0], 1.0)
+    assert model.w.grad.item() == 1.0
 
 
 def test_what_comes_in_as_a_list_comes_out_as_a_list():
@@ -586,6 +664,31 @@ def test_a_copy_of_an_o1_model_runs_its_own_weights():
     assert (model(1.0).item(), other(1.0).item(), third(1.0).item()) == (1.0, 5.0, 7.0)
 
 
+def test_a_replica_of_an_o1_model_runs_its_own_weights():
+    model, _ = start(1.0)
+    replica = model._replicate_for_data_parallel()  # what nn.DataParallel puts on each GPU
+    replica.w = torch.tensor([5.0])
+    assert (model(1.0).item(), replica(1.0).item()) == (1.0, 5.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16])
+def test_inputs_of_any_float_type_wherever_they_are(level, kind):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 1)
+
+        def forward(self, pair, more):
+            return {"sum": [self.inner(pair[0] + more["x"]), pair[1]]}
+
+    model = amp.initialize(Net(), opt_level=level)
+    x, ids = torch.ones(1, 2, dtype=kind), torch.arange(2)
+    out, same = model([x, ids], more={"x": x})["sum"]
+    assert out.dtype == torch.float32
+    assert same is ids
+
+
 def test_a_forward_of_the_models_own_is_kept_and_autocast_ends_after_an_exception():
     model = nn.Linear(2, 2)
     plain = model.forward
@@ -638,6 +741,33 @@ def test_the_optimizer_that_was_passed_in_goes_on_working():
     saved = given.state_dict()
     assert saved["param_groups"][0]["lr"] == 1.0
     assert saved["state"][0]["master"].item() == 1 - 2.0**-13
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_added_after_initialize_is_trained_and_scheduled(level):
+    model = nn.ModuleList([Weight(), Weight()])
+    given = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, given, opt_level=level)
+    given.add_param_group({"params": model[1].parameters()})
+    for each in model:
+        backward(each, optimizer, UP)
+    for group in given.param_groups:  # as a schedule that was made of it does
+        group["lr"] = 0.5
+    optimizer.step()
+    assert [each.w.item() for each in model] == [-UP / 2, -UP / 2]
+
+
+def test_other_arguments_of_an_optimizers_step_reach_it():
+    class Boosted(torch.optim.SGD):
+        def step(self, closure=None, *, boost):
+            self.param_groups[0]["lr"] = boost
+            return super().step(closure)
+
+    model = Weight()
+    model, optimizer = amp.initialize(model, Boosted(model.parameters(), lr=1.0))
+    backward(model, optimizer, 1.0)
+    optimizer.step(boost=3.0)
+    assert model.w.item() == -3.0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -846,8 +976,9 @@ def test_misuse_is_named():
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(MisuseError, match="did not go through"):
         backward(model, other, 1.0)
-    with pytest.raises(MisuseError, match="num_losses=2"):
-        backward(model, optimizer, 1.0, loss_id=1)
+    for loss_id in (1, -1):
+        with pytest.raises(MisuseError, match=f"loss_id is {loss_id}, expected 0 to 0"):
+            backward(model, optimizer, 1.0, loss_id=loss_id)
     with pytest.raises(MisuseError, match="after the block"):  # noqa: SIM117
         with amp.scale_loss(model(1.0), optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -870,6 +1001,12 @@ def test_misuse_is_named():
         amp.initialize(nn.Linear(1, 1).half(), opt_level="O2")
     with pytest.raises(MisuseError, match="wrap it after"):
         amp.initialize(nn.DataParallel(nn.Linear(1, 1)))
+    decay = torch.optim.lr_scheduler.ConstantLR(other)
+    for optimizers in (decay, [decay]):
+        with pytest.raises(MisuseError, match="wants optimizers, this is ConstantLR"):
+            amp.initialize(Weight(), optimizers)
+    with pytest.raises(MisuseError, match="wants models, this is SGD"):
+        amp.initialize(other, Weight())
     for settings, match in {
         "opt_level is 'O4'": {"opt_level": "O4"},
         "belongs to 'O1'": {"opt_level": "O2", "patch_torch_functions": True},
@@ -920,6 +1057,9 @@ def test_no_scaling_at_all(level):
     for x in (1.0, 2.0):
         backward(model, optimizer, x)
     assert model.w.grad.item() == 3.0
+    with pytest.raises(ValueError, match="mine"):  # noqa: SIM117
+        with amp.scale_loss(model(1.0), optimizer):
+            raise ValueError("mine")
     optimizer.step()
     assert model.w.item() == -3.0
 
@@ -944,7 +1084,7 @@ def test_the_guard_leaves_nothing_open():
     backward(model, optimizer, 1.0, delay_unscale=True)
     optimizer.step()
     guard = guard_of(optimizer)
-    assert (guard.aside, guard.open, guard.delayed, guard.overflows) == ([], False, None, [])
+    assert (guard.aside, guard.passes, guard.overflows) == ([], [], [])
 
 
 # What stands in for the rest of apex
@@ -964,6 +1104,32 @@ def test_stand_ins_are_torchs_own_and_refuse_what_torch_does_not_do():
         DistributedDataParallel(nn.Linear(1, 1), gradient_predivide_factor=2.0)
     with pytest.raises(SettingsError, match="no argument sped"):
         DistributedDataParallel(nn.Linear(1, 1), sped=2.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_apexs_fused_adam_saved_loads(level):
+    def begin():
+        model = Weight(1.0)
+        return amp.initialize(model, FusedAdam(model.parameters(), lr=0.5), opt_level=level)
+
+    def go(model, optimizer, x):
+        optimizer.zero_grad()
+        backward(model, optimizer, x)
+        optimizer.step()
+
+    model, optimizer = begin()
+    go(model, optimizer, UP)
+    weights, saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"][0]))
+    moments = {name: saved[name] for name in ("exp_avg", "exp_avg_sq")}
+    group = {"params": [0], "lr": 0.5, "bias_correction": True, "betas": (0.9, 0.999), "step": 1}
+    theirs = {"state": {0: moments}, "param_groups": [{**group, "eps": 1e-8, "weight_decay": 0.0}]}
+    go(model, optimizer, UP / 2)
+    again, resumed = begin()
+    again.load_state_dict(weights)
+    resumed.load_state_dict(theirs)
+    go(again, resumed, UP / 2)
+    assert again.w.item() == model.w.item()
+    assert "step" not in resumed.param_groups[0]  # so that it does not count when saved again
 
 
 def test_a_module_whose_constructor_failed_does_not_disturb_the_search_for_names():

@@ -121,6 +121,23 @@ def test_after_an_overflow_the_norm_is_minus_one(capsys):
     assert (w.item(), optimizer.loss_scale) == (-1.0, 8.0)
 
 
+def test_a_batch_can_be_left_out_after_a_look_at_it():
+    w = weight()
+    optimizer = FP16_Optimizer(sgd(w), 2.0**12)
+    for x in (100.0, 4.0):  # an overflow, a large norm
+        optimizer.backward(loss(w, x))
+        assert optimizer.clip_master_grads(10.0) in (-1, 4.0)
+        optimizer.zero_grad()
+    optimizer.backward(loss(w, 1.0))
+    assert not optimizer.overflow  # a look between two passes
+    optimizer.backward(loss(w, 2.0))
+    assert optimizer.clip_master_grads(10.0) == 3.0
+    with pytest.raises(MisuseError, match="after the last backward"):
+        optimizer.backward(loss(w, 1.0))
+    optimizer.step()
+    assert w.item() == -3.0
+
+
 def test_a_static_scale_is_checked_and_can_be_set(capsys):
     w = weight()
     optimizer = FP16_Optimizer(sgd(w), 2.0**10)
@@ -134,6 +151,15 @@ def test_a_static_scale_is_checked_and_can_be_set(capsys):
     optimizer.backward(loss(w, 100.0))
     optimizer.step()
     assert (w.item(), optimizer.loss_scale) == (-100.0, 16.0)
+    with pytest.warns(UserWarning, match="not a power of two"):
+        optimizer.loss_scale = 1000.0
+    optimizer.loss_scale = 2.0  # and back
+    optimizer.zero_grad()
+    optimizer.backward(loss(w, 1.0))
+    with pytest.raises(MisuseError, match=r"gradients have 2\.0 in them"):
+        optimizer.loss_scale = 8.0
+    optimizer.step()
+    assert (w.item(), optimizer.loss_scale) == (-101.0, 2.0)
 
 
 def test_a_loss_that_is_not_finite_keeps_the_scale(capsys):

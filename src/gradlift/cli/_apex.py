@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-_MODULES = ("amp", "fp16_utils", "normalization", "optimizers", "parallel")
+_MODULES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 _NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
 
 

@@ -15,6 +15,6 @@ torch's autocast, scaling `GradScaler`, float32 masters `MasterWeights`.
 (torch.float16, {'loss_scale': 65536.0, 'unskipped': 1})
 """
 
-from . import amp, fp16_utils
+from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
-__all__ = ["amp", "fp16_utils"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]

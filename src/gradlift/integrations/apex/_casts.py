@@ -22,13 +22,20 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 def in_autocast(model: nn.Module, outputs: torch.dtype = torch.float32) -> nn.Module:
     """Runs the model's forward in float16 autocast from now on, and gives `outputs` back.
 
-    A copy of the model runs the copy's forward.
+    A copy of the model runs the copy's forward, and so does a replica of `nn.DataParallel`.
     """
     inner = vars(model).get("forward")
     if isinstance(inner, functools.partial) and inner.func is _forward:
         inner = inner.args[1]  # initialized before
+    else:
+        model.register_forward_pre_hook(_name_itself, with_kwargs=True)
     model.forward = functools.partial(_forward, model, inner, outputs)
     return model
+
+
+def _name_itself(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A replica has the attributes of the model that it was made of, its `forward` among them."""
+    return args, {**kwargs, "_amp_module": module}
 
 
 def _forward(
@@ -36,18 +43,31 @@ def _forward(
     inner: Callable[..., Any] | None,
     outputs: torch.dtype,
     *args: Any,
+    _amp_module: nn.Module | None = None,
     **kwargs: Any,
 ) -> Any:
+    model = model if _amp_module is None else _amp_module
     forward = inner or functools.partial(type(model).forward, model)
     if AMP.paused:
         return forward(*args, **kwargs)
+    args, kwargs = in_single((args, kwargs))
     with torch.autocast(_device_of(model, args, kwargs), torch.float16):
         result = forward(*args, **kwargs)
     return _cast(result, outputs)
 
 
+def in_single(given: Any) -> Any:
+    """float32 for every other float type among a model's inputs."""
+    other = any(x.dtype is not torch.float32 for x in _tensors(given) if x.is_floating_point())
+    return _cast(given, torch.float32) if other else given
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(given) if isinstance(x, Tensor))
+
+
 def _device_of(model: nn.Module, args: Any, kwargs: Any) -> str:
-    tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    tensors = _tensors((args, kwargs))
     return next((x.device.type for x in chain(model.parameters(), tensors)), "cpu")
 
 
@@ -177,9 +197,7 @@ def _casting(
 
 
 def _promoted(given: Any) -> Any:
-    dtypes = [
-        x.dtype for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+    dtypes = [x.dtype for x in _tensors(given) if x.is_floating_point()]
     return _cast(given, functools.reduce(torch.promote_types, dtypes)) if dtypes else given
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,18 @@ class Overflow:
         if self.line is not None:
             AMP.say(self.line)
             self.line = None
+
+
+@dataclass
+class Pass:
+    """A backward pass whose scale is still in the gradients: it goes on, or was delayed."""
+
+    loss_id: int
+    guards: list[Guard]
+    open: bool = True
+
+
+_passes: list[Pass] = []
 
 
 class Aside(NamedTuple):
@@ -53,9 +65,6 @@ class Guard:
         self._step = before._step if before else optimizer.step
         self._zero_grad = before._zero_grad if before else optimizer.zero_grad
         self.aside: list[Aside] = []
-        self.open = False
-        self.delayed: int | None = None
-        """The loss whose scale is still in the gradients."""
         self.overflows: list[Overflow] = []
         self._taking = self._begun = False
         optimizer._amp_guard = self
@@ -63,8 +72,14 @@ class Guard:
         optimizer.zero_grad = types.MethodType(_zero_grad_method(self), optimizer)
         if taken_over is not None:  # a script may go on with the optimizer it had
             taken_over._amp_guard = self
+            taken_over.param_groups = optimizer.param_groups
             for name in _NAMES:
                 setattr(taken_over, name, getattr(optimizer, name))
+
+    @property
+    def passes(self) -> list[Pass]:
+        """All of one loss."""
+        return [each for each in _passes if self in each.guards]
 
     # Gradients of earlier passes
 
@@ -79,10 +94,9 @@ class Guard:
     def lay_aside(self) -> None:
         if isinstance(self.optimizer, MasterWeights):
             self._adopt_loaded_weights()
-        self.open = True
         assert AMP.scaler is not None
         nothing = all(p.grad is None for p in self.params())
-        if nothing or self.delayed is not None or not AMP.scaler._active:
+        if nothing or self.passes or not AMP.scaler._active:
             return
         if isinstance(self.optimizer, MasterWeights):
             self.optimizer._take()  # what was exchanged or zeroed since is no longer held
@@ -111,11 +125,14 @@ class Guard:
 
     def give_up(self) -> None:
         """The block was left by an exception: gradients are again what they were before it."""
+        assert AMP.scaler is not None
+        if not AMP.scaler._active:
+            return
         for p in self.params():
             p.grad = None
         for p, grad, _ in self.aside:
             p.grad = grad
-        self.aside, self.open, self.delayed = [], False, None
+        self.aside = []
 
     def take(self, key: str | None) -> StepResult:
         """Checks this pass's gradients, takes the scale out and adds those of earlier passes."""
@@ -139,7 +156,7 @@ class Guard:
             with torch.no_grad():
                 for p, _, true in self.aside:
                     _add(weights[p], true)
-        self.aside, self.open, self.delayed = [], False, None
+        self.aside = []
         return result
 
     # The optimizer's own methods
@@ -147,7 +164,7 @@ class Guard:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._taking:
             return None
-        if self.open:
+        if any(each.open for each in self.passes):
             raise MisuseError(
                 "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
                 "still scaled: call it after the block"
@@ -165,65 +182,102 @@ class Guard:
                 overflow.tell()
             self.overflows = []
             return None
-        return self._step()
+        return self._step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.aside, self.delayed = [], None
+        self.aside, self.overflows = [], []
+        for each in self.passes:
+            if not each.open:
+                each.guards.remove(self)
+        _tidy()
         self._zero_grad(*args, **kwargs)
 
     def settle(self) -> None:
         """Ends what `delay_unscale` left open."""
-        if self.delayed is not None:
-            take(self.delayed, [self])
+        for each in self.passes[:1]:
+            take(each.loss_id)
 
 
-_delayed: list[Guard] = []
+# Passes
 
 
-def open_all(guards: Sequence[Guard], loss_id: int) -> None:
+def begin(loss_id: int, guards: list[Guard]) -> Pass:
     """Begins a backward pass for these optimizers."""
-    if any(guard.open for guard in guards):
+    if any(each.open for guard in guards for each in guard.passes):
         raise MisuseError(
             "amp.scale_loss was entered twice for the same optimizer: leave one block before the "
             "next, each with its own backward()"
         )
+    params = [p for guard in guards for p in {*guard.params()}]
+    if len({*params}) < len(params):
+        raise MisuseError(
+            "two of these optimizers have a parameter in common, whose gradient would be unscaled "
+            "twice: call amp.scale_loss with one of them"
+        )
     for guard in guards:
-        if guard.delayed not in (None, loss_id):
+        if any(each.loss_id != loss_id for each in guard.passes):
             guard.settle()
         guard.lay_aside()
+    begun = Pass(loss_id, guards)
+    _passes.append(begun)
+    return begun
+
+
+def end(begun: Pass, *, delay: bool) -> None:
+    """Ends it. A block around this one, of the same loss, has its scale in its gradients too."""
+    begun.open = False
+    around = any(each.open and each.loss_id == begun.loss_id for each in _passes)
+    if not delay and not around:
+        take(begun.loss_id)
+
+
+def give_up(begun: Pass) -> None:
+    """Ends it after an exception; what was delayed before it is lost too."""
+    for guard in list(begun.guards):
+        guard.give_up()
+        for each in guard.passes:
+            each.guards.remove(guard)
+    _tidy()
 
 
 def settle_all() -> None:
     """Before the scales change by hand."""
-    for guard in list(_delayed):
-        guard.settle()
+    for loss_id in {each.loss_id for each in _passes if not each.open}:
+        take(loss_id)
 
 
-def delay(guards: Sequence[Guard], loss_id: int) -> None:
-    """Leaves the scale of this loss in the gradients, for more of the same."""
-    for guard in guards:
-        guard.open, guard.delayed = False, loss_id
-        if guard not in _delayed:
-            _delayed.append(guard)
-
-
-def take(loss_id: int, guards: Sequence[Guard]) -> None:
-    """Ends a backward pass: unscales, moves this loss's scale, remembers an overflow."""
+def take(loss_id: int) -> None:
+    """Unscales all that has this loss's scale, moves the scale, remembers an overflow."""
     scaler, key = AMP.scaler, AMP.key(loss_id)
     assert scaler is not None
-    # Whoever still has this scale in its gradients has to lose it before the scale moves.
-    waiting = [g for g in _delayed if g.delayed == loss_id and g not in guards]
-    everyone = [*guards, *waiting]
-    _delayed[:] = [g for g in _delayed if g.delayed is not None and g not in everyone]
+    done = [each for each in _passes if each.loss_id == loss_id]
+    if any(each.open for each in done):
+        raise MisuseError(
+            f"loss scaler {loss_id} is still used by an amp.scale_loss block around this call: "
+            "leave that block first"
+        )
+    _passes[:] = [each for each in _passes if each.loss_id != loss_id]
+    results = {}
     try:
-        results = [guard.take(key) for guard in everyone]
+        for guard in dict.fromkeys(guard for each in done for guard in each.guards):
+            results[guard] = guard.take(key)
     finally:
         scaler.update()
-    bad = [r for r in results if not r.stepped and r.cause is not Cause.NO_GRADIENTS]
+    bad = {g: r for g, r in results.items() if not r.stepped and r.cause is not Cause.NO_GRADIENTS}
     if bad:
-        overflow = Overflow(_line(loss_id, bad[0], scaler.get_scale(key)))
-        for guard in everyone:
+        overflow = Overflow(_line(loss_id, next(iter(bad.values())), scaler.get_scale(key)))
+        hit = (guard for each in done if {*each.guards} & {*bad} for guard in each.guards)
+        for guard in dict.fromkeys(hit):
             guard.overflows.append(overflow)
+
+
+def _tidy() -> None:
+    """Forgets passes that nobody has gradients of, and whether their losses were finite."""
+    left = {each.loss_id for each in _passes if each.guards}
+    for each in _passes:
+        if each.loss_id not in left and AMP.scaler is not None:
+            AMP.scaler._track(AMP.key(each.loss_id)).clear()
+    _passes[:] = [each for each in _passes if each.guards]
 
 
 def _line(loss_id: int, result: StepResult, scale: float) -> str:

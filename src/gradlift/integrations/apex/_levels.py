@@ -50,7 +50,7 @@ def level(opt_level: str, **overrides: Any) -> Level:
 master_weights=True, loss_scale=128.0)
     """
     if opt_level not in LEVELS:
-        raise SettingsError(f"opt_level is {opt_level!r}, expected 'O0', 'O1', 'O2' or 'O3'")
+        raise SettingsError(f"opt_level is {opt_level!r}, expected the letter O and 0, 1, 2 or 3")
     given = {name: value for name, value in overrides.items() if value is not None}
     if opt_level == "O1":
         _check_o1(given)

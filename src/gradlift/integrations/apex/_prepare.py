@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...errors import MisuseError
 from ...torch import MasterWeights, half_model
 from ...torch._half import _after
-from ._casts import in_autocast
+from ._casts import in_autocast, in_single
 from ._guard import Guard
 from ._levels import Level
 
@@ -37,6 +37,14 @@ def check_models(models: Sequence[nn.Module]) -> None:
                 )
 
 
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups"):
+            raise MisuseError(
+                f"amp.initialize wants optimizers, this is {type(optimizer).__name__}"
+            )
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """What `keep_batchnorm_fp32` keeps: batch norms, and no other norm."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -54,12 +62,18 @@ def prepared_models(
                 module._register_state_dict_hook(_save_in_float32)
         elif chosen.patch_torch_functions:
             in_autocast(model, outputs or torch.float32)
+        elif chosen.cast_model_type is torch.float32:
+            model.register_forward_pre_hook(_inputs_in_single, with_kwargs=True)
         if outputs is not None and not chosen.patch_torch_functions:
             model.register_forward_hook(functools.partial(_after, outputs))
 
 
 def _nothing(module: nn.Module) -> bool:
     return False
+
+
+def _inputs_in_single(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return in_single((args, kwargs))
 
 
 def _save_in_float32(

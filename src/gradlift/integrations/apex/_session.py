@@ -55,8 +55,8 @@ class Amp:
         """The scaler's key of a loss; None if there is but one."""
         if not 0 <= loss_id < self.num_losses:
             raise MisuseError(
-                f"loss_id is {loss_id!r}, but amp.initialize was told of {self.num_losses} "
-                f"losses: call it with num_losses={loss_id + 1} or more"
+                f"loss_id is {loss_id!r}, expected 0 to {self.num_losses - 1}: for more losses "
+                "call amp.initialize with a larger num_losses"
             )
         return None if self.num_losses == 1 else f"loss {loss_id}"
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from ._casts import (
     register_half_function,
     register_promote_function,
 )
-from ._guard import delay, guard_of, open_all, settle_all, take
+from ._guard import begin, end, give_up, guard_of, settle_all
 from ._levels import level, scale_rule
-from ._prepare import check_models, prepared_models, prepared_optimizers
+from ._prepare import check_models, check_optimizers, prepared_models, prepared_optimizers
 from ._session import AMP, make_scaler
 
 __all__ = [
@@ -108,10 +108,10 @@ def initialize(
     )
     if rule is not None and loss_scale not in (None, "dynamic"):
         raise MisuseError(f"rule={str(rule)!r} and loss_scale={loss_scale!r}: pass one of them")
-    nets = [models] if isinstance(models, nn.Module) else list(models)
-    one = optimizers is not None and hasattr(optimizers, "param_groups")
-    given = [optimizers] if one else list(optimizers or [])
+    nets = [models] if isinstance(models, nn.Module) else _listed(models)
+    given = [] if optimizers is None else _listed(optimizers)
     check_models(nets)
+    check_optimizers(given)
     own = scale_rule(chosen.loss_scale, min_loss_scale, max_loss_scale) if rule is None else None
     device = next((p.device.type for net in nets for p in net.parameters()), "cpu")
     scaler = make_scaler(device, own or rule, journal)
@@ -129,7 +129,12 @@ def initialize(
     returned = models if isinstance(models, nn.Module) else nets
     if optimizers is None:
         return returned
-    return returned, (ready[0] if one else ready)
+    return returned, (ready[0] if given == [optimizers] else ready)
+
+
+def _listed(given: Any) -> list[Any]:
+    several = isinstance(given, Iterable) and not hasattr(given, "param_groups")
+    return list(given) if several else [given]
 
 
 @contextlib.contextmanager
@@ -161,19 +166,14 @@ def scale_loss(
     if AMP.scaler is None:
         yield loss
         return
-    every = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
-    guards = list(dict.fromkeys(guard_of(optimizer) for optimizer in every))
+    guards = list(dict.fromkeys(guard_of(optimizer) for optimizer in _listed(optimizers)))
     key = AMP.key(loss_id)
-    open_all(guards, loss_id)
+    begun = begin(loss_id, guards)
     try:
         yield AMP.scaler.scale(loss, key=key)
-        if delay_unscale:
-            delay(guards, loss_id)
-        else:
-            take(loss_id, guards)
+        end(begun, delay=delay_unscale)
     except BaseException:
-        for guard in guards:
-            guard.give_up()
+        give_up(begun)
         raise
 
 

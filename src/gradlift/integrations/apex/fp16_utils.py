@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import MisuseError, SettingsError, StateError
 from ...journal import Journal
-from ...rules import Rule, Static
+from ...rules import Rule
 from ...torch import MasterWeights, half_model
 from ...verdict import Cause
 from ._levels import scale_rule
@@ -79,7 +79,7 @@ class FP16_Optimizer:
             rule = scale_rule(float(static_loss_scale))
         device = next((p.device.type for p in self._params()), "cpu")
         self.scaler = make_scaler(device, rule, journal)
-        self._overflow = self._fresh = self._in_closure = False
+        self._overflow = self._fresh = self._changed = self._in_closure = False
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -88,7 +88,7 @@ class FP16_Optimizer:
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Gradients of model and masters."""
-        self._fresh = False
+        self._forget()
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
 
     def backward(
@@ -99,6 +99,14 @@ class FP16_Optimizer:
         Several losses add up. The masters' gradients are made of the sum when they are first
         needed, so `update_master_grads` makes no difference.
         """
+        seen = self.scaler._track(None).windows
+        if seen and self._changed:
+            raise MisuseError(
+                "backward() was called after clip_master_grads() or inspect_master_grad_data(): "
+                "call these after the last backward() before step(), or zero_grad() in between"
+            )
+        seen.clear()  # what `overflow` saw is no longer all
+        self._changed = False
         self.scaler.scale(loss).backward(retain_graph=retain_graph)
         self._fresh = True
 
@@ -124,6 +132,7 @@ class FP16_Optimizer:
         """
         if self.overflow:
             return -1
+        self._changed = True
         if norm_type == 2:
             return self.scaler.clip_grad_norm_(self.optimizer, max_norm)
         self._unscale("clip_master_grads with another norm_type than 2")
@@ -133,6 +142,7 @@ class FP16_Optimizer:
         """The true float32 gradients, by group; None after an overflow."""
         if self.overflow:
             return None
+        self._changed = True
         self._unscale("inspect_master_grad_data")
         masters = iter(self.optimizer.masters)
         return [[next(masters).grad for _ in group["params"]] for group in self.param_groups]
@@ -142,6 +152,11 @@ class FP16_Optimizer:
             raise MisuseError(f"{what} cannot be called in a closure: call it outside of step()")
         if self._fresh:
             self.scaler.unscale_(self.optimizer)
+
+    def _forget(self) -> None:
+        """There are no gradients any more that the scale is in."""
+        self._fresh = self._changed = False
+        self.scaler._track(None).clear()
 
     # step
 
@@ -169,7 +184,7 @@ class FP16_Optimizer:
         result = self.scaler.result
         assert result is not None
         self.scaler.update()
-        self._fresh = False
+        self._fresh = self._changed = False
         self._overflow = not result.stepped and result.cause is not Cause.NO_GRADIENTS
         if not self._overflow:
             return True
@@ -185,12 +200,18 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """May be set by hand."""
+        """May be set by hand, while no gradients have it in them."""
         return self.scaler.get_scale()
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if isinstance(self.scaler._rule, Static):
+        if self._fresh:
+            raise MisuseError(
+                f"loss_scale was set to {value!r} between backward() and step(), but the gradients "
+                f"have {self.loss_scale!r} in them: set it after step(), or after zero_grad()"
+            )
+        rule = self.scaler._rule
+        if rule.min_scale == rule.max_scale:
             self.scaler._use_rule(scale_rule(float(value)))
         self.scaler.update(float(value))
 

@@ -14,6 +14,8 @@ __all__ = ["FusedAdam", "FusedSGD"]
 class FusedAdam:
     """torch's AdamW, or Adam if not `adam_w_mode`. No kernel of apex's is in it.
 
+    It loads what apex's own has saved.
+
     >>> type(FusedAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1)).__name__
     'AdamW'
     """
@@ -33,7 +35,20 @@ class FusedAdam:
         if not bias_correction:
             raise SettingsError("bias_correction=False: torch's Adam always corrects")
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-        return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        adam = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        adam.register_load_state_dict_pre_hook(_with_steps)
+        return adam
+
+
+def _with_steps(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """apex counts a group's steps, torch each parameter's."""
+    state, groups = dict(saved["state"]), []
+    for group in saved["param_groups"]:
+        if "step" in group:
+            step = torch.tensor(float(group["step"]))
+            state |= {i: {**state[i], "step": step.clone()} for i in group["params"] if i in state}
+        groups.append({k: v for k, v in group.items() if k != "step"})
+    return {**saved, "state": state, "param_groups": groups}
 
 
 class FusedSGD:
