@@ -70,7 +70,9 @@ def share(folder: Path, runs: Path) -> Path:
 
 
 def shared(runs: Path) -> Path | None:
-    """Where rank 0 records; None if it does not say so in time."""
+    """Where rank 0 records; None if it does not say so in time, or is on another node."""
+    if os.environ.get("GROUP_RANK", "0") != "0":
+        return None
     until = time.monotonic() + _WAIT
     while time.monotonic() < until:
         try:
@@ -85,6 +87,9 @@ def _word(runs: Path) -> Path:
     return runs / f".launch-{launch[0]}-{launch[1]}"
 
 
-def journal_of(folder: Path, rank: int) -> Path:
-    """Rank 0 has the journal; others keep a short one beside it, to be compared with it."""
+def journal_of(folder: Path | None, rank: int) -> Path:
+    """Rank 0 has the journal; others keep a short one beside it, to be compared with it. Whoever
+    does not know where that is scales all the same, and writes to nowhere."""
+    if folder is None:
+        return Path(os.devnull)
     return folder / (JOURNAL if rank == 0 else f"rank-{rank}.jsonl")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -392,9 +393,40 @@ def test_under_torchrun_rank_0_records_and_all_agree(tmp_path):
     runs = [read_journal(folder / name) for name in ("journal.jsonl", "rank-1.jsonl")]
     assert runs[0].header["world_size"] == 2
     assert len(runs[0].steps) == 12
-    assert [s.scale for s in runs[0].steps] == [s.scale for s in runs[1].steps]
+    told = [[(s.scale, s.verdict, s.cause) for s in run.steps] for run in runs]
+    assert told[0] == told[1]
+    assert len({scale for scale, _, _ in told[0]}) > 1
     assert (len(runs[0].samples), len(runs[1].samples)) == (2, 0)
     assert not list((tmp_path / "gradlift-runs").glob(".launch*"))
+
+
+def test_ranks_on_two_nodes_follow_the_same_rule(tmp_path):
+    """The second node cannot know where the first records; it must not train by torch's rule."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        SMALL
+        + "import os, torch.distributed as dist\ndist.init_process_group('gloo')\nstep(), step()\n"
+        + "open(os.environ['RANK'], 'w').write(str(scaler.get_scale()))\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        gradlift(
+            *("--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"),
+            *("--master-addr=127.0.0.1", f"--master-port={port}"),
+            *("-m", "gradlift", "run", "-q", "--rule=static:4", script),
+            cwd=tmp_path,
+            by=(sys.executable, "-m", "torch.distributed.run"),
+            wait=False,
+        )
+        for node in range(2)
+    ]
+    for node in nodes:
+        _, err = node.communicate(timeout=120)
+        assert node.returncode == 0, err
+    assert {(tmp_path / r).read_text() for r in "01"} == {"4.0"}
+    assert len(read_journal(recorded(tmp_path)).steps) == 2
 
 
 def test_profile_sees_a_step_whose_clipping_saw_a_norm_of_inf(tmp_path):

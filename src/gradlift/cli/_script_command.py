@@ -78,8 +78,6 @@ def carry_out(
 
     def begin() -> None:
         here = folder or _folder.shared(runs)
-        if here is None:
-            return
         also: list[Sink] = [status] if rank == 0 else []
         journal = Journal(_folder.journal_of(here, rank), also=also)
         world = _folder.world_size()
