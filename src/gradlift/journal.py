@@ -24,11 +24,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from ._version import __version__
 from .errors import JournalError, JournalWarning
 from .verdict import Cause, Verdict
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 1
 JOURNAL = "journal.jsonl"  # its name in a run's folder
@@ -208,6 +213,7 @@ class Journal:
             return  # a forked child trains for itself: its steps are not this run's
         header = self._header
         if header is not None:
+            _claim(self._file, self.path)
             header["versions"] = {"python": platform.python_version(), "gradlift": __version__} | {
                 name: str(sys.modules[name].__version__)
                 for name in _FRAMEWORKS
@@ -246,6 +252,21 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _claim(file: IO[bytes], path: Path) -> None:
+    """From the first line on a journal is this process's, until it ends."""
+    if fcntl is None or not path.is_file():  # /dev/null is everybody's
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise JournalError(
+            f"{path} is being written by another process, and their lines would mix. If these are "
+            "two ranks of one job, record on rank 0 alone, or give each rank a file of its own"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def read_journal(path: str | os.PathLike[str]) -> Run:

@@ -248,3 +248,24 @@ def test_a_forked_child_writes_nothing_into_its_parents_run(tmp_path):
         os.waitpid(child, 0)
         journal.step(Step(1, 8.0, 8.0))
     assert [s.step for s in read_journal(tmp_path / "run.jsonl").steps] == [0, 1]
+
+
+def test_two_processes_do_not_mix_their_lines(tmp_path):
+    """Two ranks with one path; a reader, and this process itself, may open it as they like."""
+    path = tmp_path / "run.jsonl"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        writer.stdout.readline()
+        late = Journal(path)
+        with pytest.raises(JournalError, match="written by another process.*rank 0 alone"):
+            late.step(Step(0, 8.0, 8.0))
+    finally:
+        writer.kill()
+        writer.wait(timeout=30)
+    late.event("late")  # it has died
+    with Journal(path) as again:
+        again.event("again")
+    told = [e.what for e in read_journal(path).events]
+    assert [what for what in told if what != "resume"] == ["late", "again"]
