@@ -304,19 +304,26 @@ def masters_under_fsdp1():
 
 
 @story
-def hsdp(on_device=False):
+def hsdp(on_device=False, one_copy=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "cut"))
     model = net()
     fully_shard(model, mesh=mesh, mp_policy=HALF)
     params = list(model.parameters())
-    scaler = made(process_group=None, on_device=on_device)
-    said = train(model, params, scaler, truth=of_dtensors(params), bad_grad=5)
+    group = mesh.get_group("cut") if one_copy else None
+    scaler = made(process_group=group, on_device=on_device)
+    bad_grad = None if one_copy else 5
+    said = train(model, params, scaler, truth=of_dtensors(params), bad_grad=bad_grad)
     return {**said, "empty": sum(part(p).numel() == 0 for p in params)}
 
 
 @story
 def hsdp_on_device():
     return hsdp(on_device=True)
+
+
+@story
+def hsdp_over_one_copy():
+    return hsdp(one_copy=True)
 
 
 @story

@@ -11,6 +11,7 @@ from rank_stories import (
     attempt,
     data,
     length,
+    lone,
     made,
     net,
     rank,
@@ -111,6 +112,62 @@ for _name, _how in {
     "pipeline_auto": {"rule": "auto"},
 }.items():
     STORIES[_name] = functools.partial(pipeline, **_how)
+
+
+@story
+def pipeline_with_a_frozen_end(on_device=False):
+    """The last stage has the loss and nothing to train: what it knows of the loss still counts."""
+    w, optimizer = lone()
+    scaler = made(sharded=True, on_device=on_device)
+    rows = []
+    for factor in (1.0, math.nan):
+        w.grad = None
+        if rank == world - 1:
+            scaler.scale(torch.ones(()) * factor)
+        else:
+            w.grad = torch.full((2,), scaler.get_scale() * factor)
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+        rows.append(told(scaler.result, scaler)[:3])
+    return {"rows": rows}
+
+
+@story
+def pipeline_with_a_frozen_end_on_device():
+    return pipeline_with_a_frozen_end(on_device=True)
+
+
+@story
+def copies_of_a_pipeline():
+    """Two stages, two copies of each, averaged: all decide together, or each chain by itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "copy"))
+    chain, copies = mesh.get_group("stage"), mesh.get_group("copy")
+    rows, norms = [], []
+    for settings in (
+        {"process_group": dist.group.WORLD, "sharded": lambda p: None if rank % 2 else True},
+        {"process_group": chain, "sharded": True},
+    ):
+        part = net(seed=rank // 2, width=6 + rank // 2)
+        params = list(part.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        scaler = made(**settings)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = part(data(10 * step + rank)).square().mean()
+            if rank // 2:  # the last stage
+                scaler.scale(trouble(loss, step, who=3)).backward()
+            else:
+                (loss * scaler.get_scale() * (math.nan if step in TROUBLES else 1.0)).backward()
+            for p in params:
+                dist.all_reduce(p.grad, group=copies)
+                p.grad.div_(2)
+            squares = torch.tensor(length([p.grad for p in params]) / scaler.get_scale()) ** 2
+            dist.all_reduce(squares, group=chain)
+            scaler.step(optimizer, max_norm=0.1)
+            scaler.update()
+            rows.append(told(scaler.result, scaler)[:3])
+            norms.append([scaler.result.grad_norm, math.sqrt(float(squares))])
+    return {"rows": rows, "norms": norms}
 
 
 @story

@@ -19,6 +19,7 @@ from rank_stories import (
     trouble,
     world,
 )
+from torch.distributed.tensor import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,13 +56,13 @@ def ddp_accumulates():
             sync = contextlib.nullcontext() if micro == 2 else model.no_sync()
             with sync:
                 loss = model(data(100 * step + 10 * micro + rank)).square().mean() / 3
-                bad = step == 1 and micro == 0 and rank == 1
-                scaler.scale(loss * (math.inf if bad else 1.0)).backward()
+                bad = {1: math.inf, 2: 1e38}.get(step) if micro == 0 and rank == 1 else None
+                scaler.scale(loss * (bad or 1.0)).backward()
         scaler.step(optimizers[0], max_norm=0.1)
         scaler.update()
         rows.append(told(scaler.result, scaler))
         optimizers[0].zero_grad()
-        if step != 1:
+        if step not in (1, 2):
             for micro in range(3):
                 for r in range(world):
                     x = data(100 * step + 10 * micro + r)
@@ -162,15 +163,53 @@ def different_orders():
 
 @story
 def an_extra_wrapper_is_no_difference():
-    """Another module around the model, on one rank only, changes names but no order."""
+    """Another module around one model, or two, on one rank only, changes names but no order."""
+    said, kept = [], []
+    for models in ([net()], [net(0), net(1)]):
+        inside = [torch.nn.Linear(2, 2), *models]
+        kept.append(torch.nn.ModuleList(inside) if rank else None)
+        optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=1.0)
+        scaler = made()
+        scaler.scale(sum(m(data(0)).sum() for m in models)).backward()
+        said.append(attempt(lambda: scaler.step(optimizer)))  # noqa: B023
+    return {"said": said, "kept": kept[0] is not None}
+
+
+@story
+def frozen_on_one_rank():
+    """It would be stepped on the others only."""
     model = net()
-    wrapper = (
-        torch.nn.ModuleDict({"extra": torch.nn.Linear(2, 2), "model": model}) if rank else None
-    )
+    model[0].requires_grad_(rank == 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = made()
     scaler.scale(model(data(0)).sum()).backward()
-    return {"said": attempt(lambda: scaler.step(optimizer)), "kept": wrapper is not None}
+    return {"said": attempt(lambda: scaler.step(optimizer))}
+
+
+@story
+def clipped_on_one_rank(on_device=False):
+    w, optimizer = lone()
+    scaler = made(on_device=on_device)
+    scaler.scale(w.sum()).backward()
+    said = attempt(lambda: scaler.step(optimizer, max_norm=None if rank else 1.0))
+    return {"said": said, "kept": w.tolist()}
+
+
+@story
+def clipped_on_one_rank_on_device():
+    return clipped_on_one_rank(on_device=True)
+
+
+@story
+def groups_that_are_none():
+    """A mesh instead of its group; a group that cannot send what lies on this device."""
+    w, optimizer = lone()
+    mesh = init_device_mesh("cpu", (world,))
+    other = dist.new_group(backend="cuda:gloo")
+    scalers = [made(process_group=group) for group in (mesh, other)]
+    for scaler in scalers:
+        scaler.scale(w.sum()).backward()
+    return {"said": [attempt(lambda s=s: s.step(optimizer)) for s in scalers]}
 
 
 @story
@@ -227,12 +266,12 @@ def a_rank_without_gradients_on_device():
 
 
 @story
-def two_optimizers():
+def two_optimizers(on_device=False):
     """skip="all": one bad gradient on one rank keeps both optimizers of all ranks."""
     model = net()
     params = list(model.parameters())
-    optimizers = [torch.optim.SGD(ps, lr=0.1) for ps in (params[:2], params[2:])]
-    scaler = made(skip="all")
+    optimizers = [torch.optim.SGD(ps, lr=0.1, fused=on_device) for ps in (params[:2], params[2:])]
+    scaler = made(skip="all", on_device=on_device)
     before = [p.detach().clone() for p in params]
     scaler.scale(model(data(0)).square().mean()).backward()
     if rank == world - 1:
@@ -246,6 +285,30 @@ def two_optimizers():
         "rows": [*told(scaler.result, scaler)[:3], same],
         "collectives": comm.get_total_counts(),
     }
+
+
+@story
+def two_optimizers_on_device():
+    return two_optimizers(on_device=True)
+
+
+@story
+def two_optimizers_and_nothing_left(on_device=False):
+    w, optimizer = lone()
+    v, other = lone()
+    scaler = made(process_group=None, on_device=on_device)
+    with scaler.accumulate(drop_bad=True) as window:
+        for _ in range(2):
+            scaler.scale(((w + v) * 1e37).sum()).backward()
+    scaler.step(optimizer)
+    scaler.step(other)
+    scaler.update()
+    return {"rows": [window.dropped, *told(scaler.result, scaler)]}
+
+
+@story
+def two_optimizers_and_nothing_left_on_device():
+    return two_optimizers_and_nothing_left(on_device=True)
 
 
 @story

@@ -13,9 +13,17 @@ from gradlift.errors import SettingsError
 from gradlift.torch import GradScaler
 
 CLEAN, OVERFLOW, DEAD = [True, "NONE"], [False, "OVERFLOW"], [False, "LOSS_NONFINITE"]
+UNKNOWN = [False, "UNKNOWN_NONFINITE"]
 COMMON = ["ddp", "fsdp2"]
 WORLDS = {
-    1: [*COMMON, "fsdp1_full_shard", "tensor_parallel", "drifted_scales"],
+    1: [
+        *COMMON,
+        "fsdp1_full_shard",
+        "tensor_parallel",
+        "drifted_scales",
+        "two_optimizers_and_nothing_left",
+        "two_optimizers_and_nothing_left_on_device",
+    ],
     2: [
         *COMMON,
         "ddp_on_device",
@@ -50,6 +58,8 @@ WORLDS = {
         "pipeline_with_tied_weights_on_device",
         "pipeline_with_masters",
         "pipeline_auto",
+        "pipeline_with_a_frozen_end",
+        "pipeline_with_a_frozen_end_on_device",
         "pipeline_that_was_not_announced",
         "pipeline_without_a_group",
         "pipeline_drops_nothing",
@@ -61,10 +71,15 @@ WORLDS = {
         "drifted_counters",
         "different_orders",
         "an_extra_wrapper_is_no_difference",
+        "frozen_on_one_rank",
+        "clipped_on_one_rank",
+        "clipped_on_one_rank_on_device",
+        "groups_that_are_none",
         "one_rank_is_a_group",
         "a_rank_without_gradients",
         "a_rank_without_gradients_on_device",
         "two_optimizers",
+        "two_optimizers_on_device",
         "keys",
         "only_rank_0_records",
         "only_rank_0_records_auto",
@@ -77,11 +92,13 @@ WORLDS = {
         *COMMON,
         "hsdp",
         "hsdp_on_device",
+        "hsdp_over_one_copy",
         "hsdp_with_the_wrong_group",
         "tensor_parallel_in_fsdp2",
         "tensor_parallel_in_fsdp2_on_device",
         "tensor_parallel_in_ddp",
         "fsdp2_in_a_pipeline",
+        "copies_of_a_pipeline",
         "meshes_that_cross",
         "fsdp1_hybrid_shard",
         "fsdp1_hybrid_shard_orig",
@@ -192,7 +209,8 @@ def test_without_a_group_plain_parameters_communicate_nothing():
 
 def test_accumulation_with_no_sync_is_one_big_batch():
     said = tell(2, "ddp_accumulates")
-    assert verdicts(agreed(said)) == [CLEAN, DEAD, CLEAN, CLEAN]
+    common = agreed([{"rows": [row[:3] for row in each["rows"]]} for each in said])
+    assert verdicts(common) == [CLEAN, DEAD, OVERFLOW, CLEAN]
     assert all(each["apart"] < 1e-6 for each in said)
 
 
@@ -300,6 +318,13 @@ def test_a_pipeline_decides_together(name):
         assert each["apart"] < 1e-6
 
 
+@pytest.mark.parametrize(
+    "name", ["pipeline_with_a_frozen_end", "pipeline_with_a_frozen_end_on_device"]
+)
+def test_a_stage_without_gradients_tells_of_its_loss(name):
+    assert agreed(tell(2, name)) == [[*CLEAN, 256.0], [*DEAD, 256.0]]
+
+
 def test_a_pipeline_that_was_not_announced_is_found_out():
     said = agreed(tell(2, "pipeline_that_was_not_announced"), "said")
     assert "parameters differ: rank 0 has" in said
@@ -352,21 +377,59 @@ def test_different_orders_are_found_by_all():
         assert "same order" in words
     assert mended == again == "nothing"
     wrapped = tell(2, "an_extra_wrapper_is_no_difference")
-    assert agreed(wrapped, "said") == "nothing"
+    assert agreed(wrapped, "said") == ["nothing", "nothing"]
     assert [each["kept"] for each in wrapped] == [False, True]
+    frozen = agreed(tell(2, "frozen_on_one_rank"), "said")
+    assert frozen.startswith("RankError: parameters differ: rank 0 has ")
+    assert "requires_grad" in frozen
 
 
-def test_a_group_of_one_trusts_itself():
+@pytest.mark.parametrize("name", ["clipped_on_one_rank", "clipped_on_one_rank_on_device"])
+def test_clipping_on_some_ranks_is_found_by_all(name):
+    said = tell(2, name)
+    words = agreed(said, "said")
+    assert "RankError: calls differ: rank 0 has clipping, rank 1 has no clipping" in words
+    assert agreed(said, "kept") == [1.0, 1.0]
+
+
+def test_what_is_no_group_is_said_to_be_none():
+    mesh, deaf = agreed(tell(2, "groups_that_are_none"), "said")
+    assert mesh.startswith("SettingsError: the process group is a DeviceMesh")
+    assert "mesh.get_group()" in mesh
+    assert deaf.startswith("MisuseError: the process group cannot carry what is to be said")
+    assert "cpu:gloo,cuda:nccl" in deaf
+
+
+def test_a_group_of_one_asks_nobody():
     first, second = tell(2, "one_rank_is_a_group")
     assert first["rows"][:2] == CLEAN
-    assert second["rows"][:2] == DEAD
+    assert second["rows"][:2] == UNKNOWN
     assert first["collectives"] == second["collectives"] == 0
 
 
-def test_a_group_of_some_ranks():
+def test_a_group_of_some_ranks_does_not_know_all_losses():
     said = tell(3, "some_ranks_only")
-    assert verdicts(said[0]["rows"]) == verdicts(said[1]["rows"]) == [CLEAN, CLEAN, OVERFLOW]
+    assert verdicts(said[0]["rows"]) == verdicts(said[1]["rows"]) == [CLEAN, CLEAN, UNKNOWN]
     assert "not in process_group=" in said[2]["said"]
+
+
+def test_copies_that_ask_each_for_itself_do_not_drift_apart():
+    """Rank 1's dead loss reaches the other copy through the average, where all losses are fine."""
+    said = tell(4, "hsdp_over_one_copy")
+    rows = agreed([{"rows": [row[:3] for row in each["rows"]]} for each in said])
+    assert verdicts(rows) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN, CLEAN]
+    assert scales(rows)[-1] == 64.0
+    for each in said:
+        close(each["norms"])
+
+
+def test_copies_of_a_pipeline_count_once_and_do_not_drift_apart():
+    said = tell(4, "copies_of_a_pipeline")
+    rows = agreed(said)
+    assert verdicts(rows[:5]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD]
+    assert verdicts(rows[5:]) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN]
+    for each in said:
+        close(each["norms"])
 
 
 @pytest.mark.parametrize("name", ["a_rank_without_gradients", "a_rank_without_gradients_on_device"])
@@ -381,9 +444,12 @@ def test_a_rank_without_gradients_takes_part(name):
 
 
 def test_several_optimizers_and_keys():
-    said = tell(2, "two_optimizers")
-    assert agreed(said) == [False, "OVERFLOW", 128.0, True]
-    assert agreed(said, "collectives") == 2  # one for each optimizer
+    for name in ("two_optimizers", "two_optimizers_on_device"):
+        said = tell(2, name)
+        assert agreed(said) == [False, "OVERFLOW", 128.0, True]
+        assert agreed(said, "collectives") == 2  # one for each optimizer
+    for name in ("two_optimizers_and_nothing_left", "two_optimizers_and_nothing_left_on_device"):
+        assert agreed(tell(1, name)) == [[0, 1], False, "OVERFLOW", 128.0, []]
     assert agreed(tell(2, "keys")) == [256.0, 128.0]
 
 
@@ -431,8 +497,7 @@ def test_tensor_parallel_in_ddp_counts_each_copy_once():
     """Over its own mesh alone a rank cannot know all losses; given all ranks it does."""
     said = tell(4, "tensor_parallel_in_ddp")
     rows = agreed(said)
-    unknown = [False, "UNKNOWN_NONFINITE"]
-    assert verdicts(rows[:5]) == [CLEAN, CLEAN, unknown, CLEAN, unknown]
+    assert verdicts(rows[:5]) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN]
     assert verdicts(rows[5:]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD]
     for each in said:
         close(each["norms"])

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankError
+from ..errors import MisuseError, RankError
 from ..reading import NAN
 from ._circle import Circle, listed
 from ._shards import distributed
 
 NOT_TAKEN = -1.0
-NORM, AMAX = 1, 2  # bits of what a rank asks for
+NORM, AMAX, CLIPS = 1, 2, 4  # bits of what a rank asks for
 
 
 def alone() -> bool:
@@ -78,6 +78,11 @@ def in_words(ranks: Iterable[int]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
+        if "No backend type" in str(error):
+            raise MisuseError(
+                f"the process group cannot carry what is to be said: {error}. Make it with a "
+                'backend for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            ) from error
         raise RankError(
             f"ranks {listed(ranks)} could not agree; the collective failed after "
             f"{time.monotonic() - began:.1f} s: {error!s:.300}. One of them has died, hangs, or "
@@ -172,16 +177,23 @@ def compare(rows: list[Said], circle: Circle) -> None:
         raise RankError(
             f"{differing('scales', circle.ranks, [row.scale for row in rows])}. Their gradients "
             "cannot be added up. Load the same scaler state on every rank, set scales by hand on "
-            "all or none, and compute losses in float32 (a float16 loss caps the scale of the rank "
-            "that scales it)"
+            "all or none, compute losses in float32 (a float16 loss caps the scale of the rank "
+            "that scales it), and if optimizers lie on different meshes, or some of them on none, "
+            "pass process_group= with all ranks"
+        )
+    clips = ["clipping" if int(row.asks) & CLIPS else "no clipping" for row in rows]
+    if len({*clips}) > 1:
+        raise RankError(
+            f"{differing('calls', circle.ranks, clips)}. Their weights would part. Call "
+            "clip_grad_norm_(), or step() with max_norm=, on every rank or on none"
         )
     layouts = [int(row.layout) for row in rows]
     if len({*layouts} - {0}) > 1:
         raise RankError(
-            f"{differing('parameters', circle.ranks, layouts)} (a checksum of shapes, dtypes and "
-            "order). Give the optimizer the same parameters in the same order on every rank: a set "
-            "has no order. If each rank holds parameters of its own (a pipeline, hand-made "
-            "shards), say so with sharded=True"
+            f"{differing('parameters', circle.ranks, layouts)} (a checksum of shapes, dtypes, "
+            "requires_grad and order). Give the optimizer the same parameters in the same order on "
+            "every rank: a set has no order. If each rank holds parameters of its own (a pipeline, "
+            "hand-made shards), say so with sharded=True"
         )
     circle.compared = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from bisect import bisect, insort
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from operator import is_
@@ -36,7 +37,7 @@ class Circle:
     size = 1
     ranks: tuple[int, ...] = (0,)
     everyone = True
-    """Do all hear of it whose loss may have been dead?"""
+    """Does it hear of all losses? Else others may have averaged a dead one into its gradients."""
     alike = True
     """Do all ranks hold the same list of parameters, whole or in parts?"""
     has_own = False
@@ -75,7 +76,7 @@ class Circle:
             return
         self.ranks = tuple(ranks_of(group))
         self.size = len(self.ranks)
-        self.everyone = given is not None or self.size == world
+        self.everyone = self.size == world
         weights = [self._weight(p, h, sharded) for p, h in zip(params, spread)]
         if self.size == 1:
             return
@@ -166,6 +167,11 @@ def ranks_of(group: Any) -> list[int]:
             "this rank is not in process_group=: make a scaler only on the ranks of its group, or "
             "give each rank a group that it belongs to"
         )
+    if hasattr(group, "get_group"):
+        raise SettingsError(
+            "the process group is a DeviceMesh, expected a ProcessGroup: pass mesh.get_group(), or "
+            "leave it out, as DTensors know their own mesh"
+        )
     try:
         return dist.get_process_group_ranks(group)
     except KeyError as error:
@@ -217,29 +223,33 @@ def _group_of(where: Any, ranks: frozenset[int]) -> Any:
 
 
 def layout(params: list[Tensor]) -> int:
-    """A checksum of shapes, dtypes and order, from 1 to 2^24 - 1.
+    """A checksum of shapes, dtypes, requires_grad and order, from 1 to 2^24 - 1.
 
-    Order is told apart even between equal shapes: by the order in which the module that owns most
-    of these parameters has them. Names are not used: they depend on what else holds a module.
+    Order is told apart even between equal shapes, by how it differs from that in the modules.
+    Neither names nor places are used: they depend on what else holds a module, on this rank.
 
     >>> import torch
     >>> a, b = torch.nn.Linear(2, 2).parameters()
     >>> layout([a, b]) == layout([a, b]), layout([a, b]) == layout([b, a])
     (True, False)
     """
-    facts = [(tuple(p.shape), str(p.dtype)) for p in params], _order(params)
+    each = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]
+    facts = each, _overtaken(params)
     return zlib.crc32(repr(facts).encode()) % _LAYOUTS + 1
 
 
-def _order(params: list[Tensor]) -> list[int]:
-    wanted = {id(p) for p in params}
-    owners = []
+def _overtaken(params: list[Tensor]) -> list[int]:
+    """For each parameter, how many that a module has before it come after it here; the least of all
+    modules that have it, 0 if there is none."""
+    at = {id(p): i for i, p in enumerate(params)}
+    least: dict[int, int] = {}
     for module in outermost():
-        own = [id(p) for p in module.parameters() if id(p) in wanted]
-        if own:
-            place = {key: i for i, key in enumerate(own)}
-            owners.append((-len(own), [place.get(id(p), -1) for p in params]))
-    return min(owners)[1] if owners else []
+        passed: list[int] = []
+        for i in (at[id(p)] for p in module.parameters() if id(p) in at):
+            n = len(passed) - bisect(passed, i)
+            least[i] = min(n, least.get(i, n))
+            insort(passed, i)
+    return [least.get(i, 0) for i in range(len(params))]
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -150,8 +150,10 @@ class DeviceTrack(Track):
         amax = self.want_amax or circle.asked_amax
         if not window.grads:
             gone = bool(self.left_out)
-            dead = 2 * (gone and not self.spoiled)
-            reading = Reading(gone, math.inf if gone else 0.0, dead > 0, checked=gone)
+            dead = 2 if gone and not self.spoiled else self.dead(window)
+            told = [gone, math.inf if gone else 0.0, gone and not self.spoiled, math.nan]
+            bad, peak, blamed, nan = (torch.full_like(self.tensors.scale, x) for x in told)
+            reading = Reading(bad > 0, peak, blamed > 0, checked=gone, norm=nan)
         else:
             dead = self.dead(window)
             window.look = found = device_look(
@@ -171,7 +173,7 @@ class DeviceTrack(Track):
                 probe_amax=self.probed(window),
             )
         if circle.group is not None:
-            reading = self.agree(window, reading, dead, amax=amax)
+            reading = self.agree(window, reading, dead, amax=amax, clips=norm)
             if norm:  # it clips: a norm that leaves float32 is no norm
                 bad = reading.nonfinite.logical_or(not_finite(window.norm))
                 reading = reading._replace(nonfinite=bad)
@@ -266,7 +268,7 @@ class DeviceTrack(Track):
 
     def finish(self, window: Window, reading: Reading, retries_left: int, call: Any) -> Any:
         args, kwargs = call
-        window.stepped = True
+        window.stepped, window.reading = True, reading  # skip="all": that of all optimizers
         if not window.grads and window.circle.group is None and not self.left_out:
             window.verdict, window.cause = Verdict.SKIP, Cause.NO_GRADIENTS
             return None

@@ -16,7 +16,7 @@ from ..formats import FP32
 from ..reading import NAN, Reading
 from ..rules import Rule, ScaleState
 from ..verdict import Cause, Limits, StepResult, Verdict, decide
-from ._agree import AMAX, NORM, NOT_TAKEN, Heard, Said, agree, agreed_norm, gather
+from ._agree import AMAX, CLIPS, NORM, NOT_TAKEN, Heard, Said, agree, agreed_norm, gather
 from ._apply import folded_step, is_fused, take_in
 from ._circle import ALONE, Circle, Sharded
 from ._gradients import multiply
@@ -261,10 +261,10 @@ class Track:
 
     def read(self, window: Window, norm: bool) -> None:
         circle = window.circle
-        norm = norm or self.want_norm or circle.asked_norm
+        takes = norm or self.want_norm or circle.asked_norm
         amax = self.want_amax or circle.asked_amax
         full = self.positions(window)
-        window.look = found = window.look_at(1 / self.state.scale, full, norm=norm, amax=amax)
+        window.look = found = window.look_at(1 / self.state.scale, full, norm=takes, amax=amax)
         if found.nonfinite:
             window.culprits = culprits(window.params, self.names)
         nothing_left = bool(self.left_out) and not window.grads
@@ -279,11 +279,13 @@ class Track:
             probe_amax=self.probed(window),
         )
         if circle.group is not None:
-            reading = self.agree(window, reading, dead, amax=amax)
+            reading = self.agree(window, reading, dead, amax=amax, clips=norm)
             window.culprits = with_told(window.culprits, window.told, circle, self.names)
         window.reading = reading
 
-    def agree(self, window: Window, mine: Reading, dead: Any, *, amax: bool) -> Reading:
+    def agree(
+        self, window: Window, mine: Reading, dead: Any, *, amax: bool, clips: bool
+    ) -> Reading:
         """What all ranks show together; norm and culprits of the window become theirs too."""
         circle = window.circle
         own, shared = self.own_and_shared(window)
@@ -298,7 +300,7 @@ class Track:
                 own=own,
                 shared=shared,
                 culprit=self.first_bad(window),
-                asks=NORM * self.want_norm + AMAX * self.want_amax,
+                asks=NORM * self.want_norm + AMAX * self.want_amax + CLIPS * clips,
                 scale=self.factor(self.device),
                 layout=circle.layout,
             ),
