@@ -19,7 +19,7 @@ import ray
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from gradlift import Journal
@@ -84,7 +84,10 @@ def main() -> None:
             train,
             train_loop_config={**vars(options), "journal": os.path.abspath(options.journal)},
             scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(storage_path=tempfile.mkdtemp(prefix="ray-")),
+            run_config=RunConfig(
+                storage_path=tempfile.mkdtemp(prefix="ray-"),
+                failure_config=FailureConfig(max_failures=1),
+            ),
         )
         print(json.dumps(trainer.fit().metrics))
     finally:

@@ -8,6 +8,9 @@ import torch
 
 SCALE = 2.0**10
 RULE = "static:1024"
+DYNAMIC = "dynamic:init_scale=2^10"
+GROWING = "dynamic:init_scale=2^10,growth_interval=3"
+LIMIT = 0.25  # of clipping
 _LOUD = 2.0**12  # scaled by this as well, the gradient of the output leaves float16
 FACTORS = [1.0, 1.0, _LOUD, 1.0, _LOUD, 1.0]
 SKIPPED = [f == _LOUD for f in FACTORS]
@@ -31,6 +34,17 @@ def make_schedule(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+def parts(fused=False):
+    net = make_net()
+    optimizer = make_optimizer(net, fused)
+    return net, optimizer, make_schedule(optimizer)
+
+
+def torch_scaler():
+    """What trainers have by themselves where there is a GPU."""
+    return torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+
 def loss_of(output, factor):
     return ((output.float() - 4).square() * factor).mean()
 
@@ -46,24 +60,35 @@ def true_gradients(net, batches):
         p.grad /= SCALE
 
 
-def clip_(net, by, limit):
+def clip_(net, by):
     if by == "norm":
-        torch.nn.utils.clip_grad_norm_(net.parameters(), limit)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
     elif by == "value":
-        torch.nn.utils.clip_grad_value_(net.parameters(), limit)
+        torch.nn.utils.clip_grad_value_(net.parameters(), LIMIT)
 
 
-def plain(windows, fused=False, clip=None, limit=0.25):
+def plain(windows, fused=False, clip=None):
     """The weights after these windows of batches."""
-    net = make_net()
-    optimizer = make_optimizer(net, fused)
-    schedule = make_schedule(optimizer)
+    net, optimizer, schedule = parts(fused)
     for window in windows:
         true_gradients(net, window)
-        clip_(net, clip, limit)
+        clip_(net, clip)
         optimizer.step()
         schedule.step()
     return net
+
+
+def assert_apart(nets, fused=False, clip=None, exact=True):
+    """Two nets of seeds 1 and 2, trained at once without a schedule: only the first was loud."""
+    for net, seed in zip(nets, (1, 2)):
+        expected = make_net(seed)
+        optimizer = make_optimizer(expected, fused)
+        for (x, _), bad in zip(BATCHES, SKIPPED):
+            if seed == 2 or not bad:
+                true_gradients(expected, [(x, 1.0)])
+                clip_(expected, clip)
+                optimizer.step()
+        assert_same(net, expected, exact)
 
 
 CLEAN = [[batch] for batch, bad in zip(BATCHES, SKIPPED) if not bad]

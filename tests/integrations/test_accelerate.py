@@ -10,26 +10,26 @@ from accelerate.utils import GradScalerKwargs
 from story import (
     BATCHES,
     CLEAN,
+    DYNAMIC,
+    GROWING,
+    LIMIT,
     LRS,
     RULE,
     SCALE,
     SKIPPED,
+    assert_apart,
     assert_same,
-    clip_,
     loss_of,
     make_net,
     make_optimizer,
-    make_schedule,
+    parts,
     plain,
-    true_gradients,
+    torch_scaler,
 )
 
+from gradlift import Cause, Journal, read_journal
 from gradlift.errors import SettingsError
 from gradlift.integrations.accelerate import install
-
-LIMIT = 0.25
-DYNAMIC = "dynamic:init_scale=2^10"
-GROWING = "dynamic:init_scale=2^10,growth_interval=3"
 
 
 def begun(**settings):
@@ -42,14 +42,8 @@ def ours(accelerator, rule=RULE, **settings):
 
 def own(accelerator):
     """What Accelerate does by itself where there is a GPU."""
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    accelerator.scaler = torch_scaler()
     accelerator.native_amp = True
-
-
-def parts(fused=False):
-    net = make_net()
-    optimizer = make_optimizer(net, fused)
-    return net, optimizer, make_schedule(optimizer)
 
 
 def clip(accelerator, net, by):
@@ -173,15 +167,7 @@ def check_two(put, in_turn, by=None):
             optimizer.zero_grad()
         skipped.append([optimizer.step_was_skipped for optimizer in optimizers])
     assert skipped == [[bad, False] for bad in SKIPPED]
-    clean = [x for (x, _), bad in zip(BATCHES, SKIPPED) if not bad]
-    for net, seed, seen in zip(nets, (1, 2), (clean, [x for x, _ in BATCHES])):
-        expected = make_net(seed)
-        optimizer = make_optimizer(expected)
-        for x in seen:
-            true_gradients(expected, [(x, 1.0)])
-            clip_(expected, by, LIMIT)
-            optimizer.step()
-        assert_same(net, expected)
+    assert_apart(nets, clip=by)
     return accelerator.scaler
 
 
@@ -196,6 +182,35 @@ def test_with_accelerates_own_scaler_the_second_is_unscaled_by_a_scale_it_never_
     check_two(own, in_turn=True)
     with pytest.raises(AssertionError, match=r"0\.weight"):
         check_two(own, in_turn=False)
+
+
+def test_a_step_without_a_loss_while_the_other_optimizer_waits():
+    accelerator = begun()
+    scaler = ours(accelerator, DYNAMIC)
+    nets = [accelerator.prepare(make_net(seed)) for seed in (1, 2)]
+    first, second = (accelerator.prepare(make_optimizer(net)) for net in nets)
+    x, _ = BATCHES[0]
+    accelerator.backward(loss_of(nets[0](x), 1.0) + loss_of(nets[1](x), 1.0))
+    first.step()
+    first.zero_grad()
+    first.step()
+    assert scaler.result.cause is Cause.NO_GRADIENTS
+    second.step()
+    assert scaler.result.stepped
+
+
+def test_the_last_step_is_told_too(tmp_path):
+    """Though nobody stepped with what the generator's loss left in the other net."""
+    accelerator = begun()
+    with Journal(tmp_path / "run.jsonl") as journal:
+        scaler = ours(accelerator, DYNAMIC, journal=journal)
+        nets = [make_net(), torch.nn.Linear(1, 1)]
+        nets = [accelerator.prepare(net) for net in nets]
+        optimizer, _ = (accelerator.prepare(make_optimizer(net)) for net in nets)
+        accelerator.backward(loss_of(nets[1](nets[0](BATCHES[0][0])), 1.0))
+        optimizer.step()
+        scaler.flush()
+    assert len(read_journal(tmp_path / "run.jsonl").steps) == 1
 
 
 def test_lbfgs_that_was_put_back_counts_as_skipped():
@@ -249,6 +264,18 @@ def test_a_checkpoint_of_accelerates_own_scaler_is_read(tmp_path):
     accelerator.prepare(*parts())
     accelerator.load_state(tmp_path)
     assert scaler.get_scale() == SCALE / 4
+
+
+def test_accelerates_own_scaler_reads_a_checkpoint_of_ours(tmp_path):
+    accelerator = begun()
+    ours(accelerator, DYNAMIC)
+    train(accelerator, *accelerator.prepare(*parts()))
+    accelerator.save_state(tmp_path)
+    accelerator = begun()
+    own(accelerator)
+    accelerator.prepare(*parts())
+    accelerator.load_state(tmp_path)
+    assert accelerator.scaler.get_scale() == SCALE / 4
 
 
 def test_copies_stand_alone():

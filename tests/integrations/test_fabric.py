@@ -1,6 +1,7 @@
 """Lightning Fabric with gradlift's plugin, and what Fabric's own one does with the same."""
 
 import logging
+import pickle
 
 import pytest
 import torch
@@ -9,16 +10,21 @@ from lightning.fabric.plugins import MixedPrecision as Own
 from story import (
     BATCHES,
     CLEAN,
+    DYNAMIC,
+    GROWING,
+    LIMIT,
     LRS,
     RULE,
     SCALE,
     SKIPPED,
+    assert_apart,
     assert_same,
     loss_of,
     make_net,
     make_optimizer,
-    make_schedule,
+    parts,
     plain,
+    torch_scaler,
     true_gradients,
 )
 
@@ -26,8 +32,6 @@ from gradlift.errors import SettingsError
 from gradlift.integrations.fabric import MixedPrecision
 
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-GROWING = "dynamic:init_scale=2^10,growth_interval=3"
-LIMIT = 0.25
 
 
 def ours(rule=RULE, **settings):
@@ -35,11 +39,16 @@ def ours(rule=RULE, **settings):
 
 
 def own():
-    return Own("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    return Own("16-mixed", "cpu", torch_scaler())
 
 
 def made(plugin):
     return Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+
+
+def set_up(fabric, fused=False, seed=1):
+    net = make_net(seed)
+    return fabric.setup(net, make_optimizer(net, fused))
 
 
 def clip(fabric, net, optimizer, by):
@@ -68,9 +77,7 @@ def train(fabric, net, optimizer, schedule, batches=BATCHES, by=None):
 def test_a_step_that_overflowed_leaves_the_weights(fused, by):
     plugin = ours()
     fabric = made(plugin)
-    net = make_net()
-    optimizer = make_optimizer(net, fused)
-    schedule = make_schedule(optimizer)
+    net, optimizer, schedule = parts(fused)
     net, optimizer = fabric.setup(net, optimizer)
     assert train(fabric, net, optimizer, schedule, by=by) == LRS
     assert_same(net, plain(CLEAN, fused, by))
@@ -80,7 +87,7 @@ def test_a_step_that_overflowed_leaves_the_weights(fused, by):
 @pytest.mark.parametrize("by", ["norm", "value"])
 def test_fabrics_own_scaler_refuses_to_clip_a_fused_optimizer(by):
     fabric = made(own())
-    net, optimizer = fabric.setup(net := make_net(), make_optimizer(net, fused=True))
+    net, optimizer = set_up(fabric, fused=True)
     fabric.backward(loss_of(net(BATCHES[0][0]), 1.0))
     with pytest.raises(NotImplementedError, match="Gradient clipping is not implemented"):
         clip(fabric, net, optimizer, by)
@@ -88,30 +95,19 @@ def test_fabrics_own_scaler_refuses_to_clip_a_fused_optimizer(by):
 
 def test_accumulation():
     fabric = made(ours())
-    net, optimizer = fabric.setup(net := make_net(), make_optimizer(net, fused=True))
+    net, optimizer = set_up(fabric, fused=True)
     for i, (x, factor) in enumerate(BATCHES):
         fabric.backward(loss_of(net(x), factor) / 2)
         if i % 2:
             optimizer.step()
             optimizer.zero_grad()
-    expected = make_net()
-    stepping = make_optimizer(expected, fused=True)
-    true_gradients(expected, BATCHES[:2])  # the other two windows have an overflow in them
-    stepping.step()
-    assert_same(net, expected)
+    assert_same(net, plain([BATCHES[:2]], True))  # the others have an overflow in them
 
 
 def check_two(plugin, in_turn):
-    """Two nets, the first of which overflows in the very first window, and then again."""
     fabric = made(plugin)
-    nets, optimizers = [], []
-    for seed in (1, 2):
-        net = make_net(seed)
-        net, optimizer = fabric.setup(net, make_optimizer(net))
-        nets.append(net)
-        optimizers.append(optimizer)
-    batches = [BATCHES[i] for i in (2, 0, 4, 1)]
-    for x, factor in batches:
+    nets, optimizers = zip(*(set_up(fabric, seed=seed) for seed in (1, 2)))
+    for x, factor in BATCHES:
         for optimizer in optimizers:
             optimizer.zero_grad()
         for net, optimizer, loud in zip(nets, optimizers, (factor, 1.0)):
@@ -120,19 +116,33 @@ def check_two(plugin, in_turn):
                 optimizer.step()
         for optimizer in optimizers if not in_turn else []:
             optimizer.step()
-    for net, seed, seen in zip(nets, (1, 2), ((1, 3), range(4))):
-        expected = make_net(seed)
-        optimizer = make_optimizer(expected)
-        for i in seen:
-            true_gradients(expected, [(batches[i][0], 1.0)])
-            optimizer.step()
-        assert_same(net, expected)
+    assert_apart(nets)
     assert plugin.state_dict()["scale"] == SCALE / 4
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_two_optimizers(in_turn):
-    check_two(ours("dynamic:init_scale=2^10"), in_turn)
+    check_two(ours(DYNAMIC), in_turn)
+
+
+def test_an_optimizer_that_begins_later_counts_from_its_first_gradient():
+    """As a discriminator does: its first loss falls together with an overflow of the other net."""
+    plugin = ours(DYNAMIC)
+    fabric = made(plugin)
+    (first, stepping), (second, later) = (set_up(fabric, seed=seed) for seed in (1, 2))
+    for i in (0, 2):
+        x, factor = BATCHES[i]
+        stepping.zero_grad()
+        fabric.backward(loss_of(first(x), factor))
+        if i:
+            fabric.backward(loss_of(second(x), 1.0))
+        stepping.step()
+    later.step()
+    expected = make_net(2)
+    true_gradients(expected, [(x, 1.0)])
+    make_optimizer(expected).step()
+    assert_same(second, expected)
+    assert (plugin.scaler.get_scale(), plugin.scaler.skipped_steps) == (SCALE / 2, 1)
 
 
 def test_with_fabrics_own_scaler_the_second_is_unscaled_by_a_scale_it_never_had():
@@ -145,37 +155,52 @@ def test_with_fabrics_own_scaler_the_second_is_unscaled_by_a_scale_it_never_had(
 def test_a_run_that_was_saved_goes_on(rule, tmp_path):
     def begin():
         plugin = ours(rule)
-        fabric, net = made(plugin), make_net()
-        optimizer = make_optimizer(net, fused=True)
-        schedule = make_schedule(optimizer)
+        fabric = made(plugin)
+        net, optimizer, schedule = parts(fused=True)
         net, optimizer = fabric.setup(net, optimizer)
         state = {"net": net, "optimizer": optimizer, "schedule": schedule, "precision": plugin}
         return fabric, state, plugin
 
+    def go_on(fabric, state):
+        return train(fabric, state["net"], state["optimizer"], state["schedule"])
+
     fabric, whole, undisturbed = begin()
-    parts = whole["net"], whole["optimizer"], whole["schedule"]
-    train(fabric, *parts)
+    go_on(fabric, whole)
     fabric.save(tmp_path / "half.ckpt", whole)
-    lrs = train(fabric, *parts)
+    lrs = go_on(fabric, whole)
     fabric, resumed, plugin = begin()
     fabric.load(tmp_path / "half.ckpt", resumed)
-    parts = resumed["net"], resumed["optimizer"], resumed["schedule"]
-    assert train(fabric, *parts) == lrs
+    assert go_on(fabric, resumed) == lrs
     assert_same(resumed["net"], whole["net"])
     assert plugin.state_dict() == undisturbed.state_dict()
 
 
-def test_what_is_saved_knows_of_the_last_step(tmp_path):
-    """Even of the first one, whose update waits for the next loss."""
-    plugin = ours("dynamic:init_scale=2^10")
+def test_checkpoints_go_from_one_scaler_to_the_other(tmp_path):
+    for plugin, reader in ((own(), ours("dynamic")), (ours("dynamic"), own())):
+        scale = plugin.scaler.get_scale()
+        assert reader.scaler.get_scale() != scale
+        made(plugin).save(tmp_path / "run.ckpt", {"precision": plugin})
+        made(reader).load(tmp_path / "run.ckpt", {"precision": reader})
+        assert reader.scaler.get_scale() == scale
+
+
+def test_the_very_first_step_counts_at_once():
+    plugin = ours(DYNAMIC)
     fabric = made(plugin)
-    net, optimizer = fabric.setup(net := make_net(), make_optimizer(net))
+    net, optimizer = set_up(fabric)
     fabric.backward(loss_of(net(BATCHES[2][0]), BATCHES[2][1]))
     optimizer.step()
-    fabric.save(tmp_path / "first.ckpt", {"precision": plugin})
-    again = ours("dynamic:init_scale=2^10")
-    fabric.load(tmp_path / "first.ckpt", {"precision": again})
-    assert (again.scaler.get_scale(), again.scaler.skipped_steps) == (SCALE / 2, 1)
+    assert (plugin.scaler.get_scale(), plugin.scaler.skipped_steps) == (SCALE / 2, 1)
+
+
+def test_a_plugin_can_be_sent_to_another_process():
+    plugin = ours(DYNAMIC)
+    set_up(made(plugin))
+    other = pickle.loads(pickle.dumps(plugin))
+    fabric = made(other)
+    net, optimizer, schedule = parts()
+    net, optimizer = fabric.setup(net, optimizer)
+    assert train(fabric, net, optimizer, schedule) == LRS
 
 
 def test_lbfgs_is_put_back_after_an_overflow():
@@ -204,7 +229,7 @@ def test_lbfgs_is_put_back_after_an_overflow():
 
 def test_bfloat16_has_no_scaler():
     fabric = made(MixedPrecision("bf16-mixed", "cpu"))
-    net, optimizer = fabric.setup(net := make_net(), make_optimizer(net, fused=True))
+    net, optimizer = set_up(fabric, fused=True)
     fabric.backward(loss_of(net(BATCHES[0][0]), 1.0))
     clip(fabric, net, optimizer, "norm")
     optimizer.step()

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from story import DYNAMIC, GROWING, SCALE, torch_scaler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from gradlift import Journal, read_journal
 from gradlift.errors import TrainingHalted
 from gradlift.integrations.transformers import ScaleCallback
 
-SCALE = 2.0**10
 LOUD = 2.0**20  # scaled by this as well, the gradient of the logits leaves float16
-DYNAMIC = "dynamic:init_scale=2^10"
 DATA = [
     {"input_ids": row, "labels": row, "factor": torch.tensor(LOUD if i in (2, 4) else 1.0)}
     for i, row in enumerate(torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(0)))
@@ -42,7 +41,7 @@ class Recorder(TrainerCallback):
         self.lrs.append(lr_scheduler.get_last_lr()[0])
 
 
-def made(folder, put, data=DATA, **settings):
+def made(folder, put, data=DATA, eval_dataset=None, **settings):
     """A trainer of eight steps whose learning rate falls by an eighth with each, to zero."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
@@ -62,7 +61,7 @@ def made(folder, put, data=DATA, **settings):
             **settings,
         }
     )
-    trainer = Trainer(Model(config), arguments, train_dataset=data)
+    trainer = Trainer(Model(config), arguments, train_dataset=data, eval_dataset=eval_dataset)
     recorder = Recorder()
     put(trainer)
     trainer.add_callback(recorder)
@@ -75,7 +74,7 @@ def ours(rule=DYNAMIC, **settings):
 
 def own(trainer):
     """What Accelerate does by itself where there is a GPU."""
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    trainer.accelerator.scaler = torch_scaler()
     trainer.accelerator.native_amp = True
 
 
@@ -122,7 +121,7 @@ def test_scale_and_skips_stand_beside_the_loss(tmp_path):
     assert heard == [True] * 8 + [False]
 
 
-@pytest.mark.parametrize("rule", ["dynamic:init_scale=2^10,growth_interval=3", "auto"])
+@pytest.mark.parametrize("rule", [GROWING, "auto"])
 def test_a_resumed_run_is_the_undisturbed_one(rule, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 4}
     whole, seen = made(tmp_path, ours(rule), **saving)
@@ -157,16 +156,63 @@ def test_the_norm_that_is_logged_is_the_true_one(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
 
-def test_an_accelerator_that_was_made_anew_gets_a_scaler_too(tmp_path):
-    """As a search for hyperparameters does, for every trial."""
-    trainer, seen = made(tmp_path, ours())
+def test_an_accelerator_that_was_made_anew_goes_on_too(tmp_path):
+    """A search for hyperparameters makes one for every trial."""
+    whole, _ = made(tmp_path, ours(), save_strategy="steps", save_steps=6)
+    whole.train()
+    trainer, _ = made(tmp_path, ours())
     first = trainer.accelerator.scaler
     trainer.create_accelerator_and_postprocess()
-    assert trainer.accelerator.scaler is None
-    trainer.train()
     assert trainer.accelerator.scaler is not first
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert trainer.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+    assert [e["skipped_steps"] for e in trainer.state.log_history[-3:-1]] == [2, 2]
+
+
+def test_of_two_callbacks_the_last_counts(tmp_path):
+    trainer, seen = made(tmp_path, lambda trainer: [ours("auto")(trainer), ours()(trainer)])
+    trainer.train()
+    *_, last, _ = trainer.state.log_history
+    assert (last["loss_scale"], last["skipped_steps"]) == (SCALE / 4, 2)
     assert seen.moved.count(False) == 2
-    assert trainer.state.log_history[-2]["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize(("first", "then"), [(own, ours("dynamic")), (ours(), own)])
+def test_checkpoints_go_from_one_scaler_to_the_other(first, then, tmp_path):
+    trainer, _ = made(tmp_path, first, save_strategy="steps", save_steps=8)
+    trainer.train()
+    trainer, seen = made(tmp_path, then, num_train_epochs=2, max_steps=9)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert len(seen.moved) == 1
+    assert trainer.accelerator.scaler.get_scale() in (SCALE / 4, SCALE / 8)
+
+
+def test_without_clipping_and_with_the_best_model_at_the_end(tmp_path):
+    trainer, seen = made(
+        tmp_path,
+        ours(),
+        eval_dataset=DATA[:2],
+        max_grad_norm=0.0,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+    )
+    trainer.evaluate()
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    assert seen.moved.count(False) == 2
+    assert seen.lrs == falling(seen.moved)
+
+
+def test_the_last_step_is_told_too(tmp_path):
+    """A device tells one step later."""
+    with Journal(tmp_path / "run.jsonl") as journal:
+        trainer, _ = made(tmp_path, ours(journal=journal))
+        trainer.accelerator.scaler._force_device_path = True
+        trainer.train()
+    assert len(read_journal(tmp_path / "run.jsonl").steps) == 8
 
 
 def test_a_journal_and_a_limit(tmp_path):

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import MisuseError, SettingsError
 from ..rules import Rule
 from ..torch import GradScaler
+from ..torch._shards import distributed
 
 
 class TrainerScaler(GradScaler):
     """`update()` waits as long as another optimizer has still to step with gradients of this scale.
 
     Else the second of two optimizers would divide its gradients by a scale they were not made with.
-    It waits for the last of them, or for the next loss.
+    It waits for the last of them, or for the next loss. Of several processes the first keeps the
+    journal: each of them makes the trainer, and so a scaler with the same journal.
 
     >>> a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     >>> first, second = (torch.optim.SGD([p], lr=1.0) for p in (a, b))
     >>> scaler = TrainerScaler("cpu", "dynamic:init_scale=2^8")
-    >>> scaler.optimizers = lambda: [first, second]
+    >>> scaler.parameters = lambda: [a, b]
     >>> scaler.scale((a * 3e38 + b).sum()).backward()
     >>> scaler.step(first); scaler.update(); scaler.get_scale()
     256.0
@@ -36,10 +39,10 @@ class TrainerScaler(GradScaler):
                 "them: leave skip out"
             )
         super().__init__(device, rule=rule, **settings)
-        self.optimizers: Callable[[], Iterable[Any]] | None = None
-        """All that may share a window; None: those that were seen in the first one."""
-        self._stepped: set[int] = set()
-        self._late = self._met = False
+        self.parameters: Callable[[], Iterable[torch.Tensor]] | None = None
+        """All that may share a window; None: nobody knows, so that the next loss ends it."""
+        self._stepped: list[Any] = []
+        self._late = False
 
     def scale(self, outputs: Any, *, key: str | None = None) -> Any:
         where = outputs.device.type if isinstance(outputs, torch.Tensor) else self._device
@@ -48,16 +51,20 @@ class TrainerScaler(GradScaler):
                 f"this scaler was made for {self._device!r}, where autocast would be, but the loss "
                 f"is on {where!r}: name that device instead"
             )
+        if distributed() and dist.get_rank() > 0:
+            self._report.journal = None
         self._close_window()
         return super().scale(outputs, key=key)
 
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
-        if id(optimizer) not in self._stepped:  # a trainer may unscale all of them, before each
+        if optimizer not in self._stepped:  # a trainer may unscale all of them, before each
             super().unscale_(optimizer, key=key)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if optimizer in self._stepped:  # once more, without a loss
+            self._close_window()
         value = super().step(optimizer, *args, **kwargs)
-        self._stepped.add(id(optimizer))
+        self._stepped.append(optimizer)
         return value
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -67,23 +74,22 @@ class TrainerScaler(GradScaler):
             super().update(new_scale)
 
     def _others_wait(self) -> bool:
-        if self.optimizers is None and not self._met:
+        if self.parameters is None:
             return True
-        seen = (ref() for ref in self._track(None).optimizers.values())
-        return any(
-            p.grad is not None
-            for optimizer in (self.optimizers() if self.optimizers else filter(None, seen))
-            if id(optimizer) not in self._stepped
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
+        done = set(map(id, parameters_of(self._stepped)))
+        return any(p.grad is not None and id(p) not in done for p in self.parameters())
 
     def _close_window(self) -> None:
         """Carries out an update that had to wait."""
         if self._late:
-            self._late, self._met = False, True
+            self._late = False
             self._stepped.clear()
             super().update()
+
+    def flush(self) -> None:
+        """At the end of training, when no loss will come."""
+        self._close_window()
+        super().flush()
 
     def state_dict(self) -> dict[str, Any]:
         self._close_window()
@@ -96,7 +102,12 @@ class TrainerScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         self._close_window()
-        return {**super().__getstate__(), "optimizers": None}
+        return {**super().__getstate__(), "parameters": None}
+
+
+def parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Of all their groups."""
+    return (p for o in optimizers for group in o.param_groups for p in group["params"])
 
 
 def scaler_for(precision: str, device: str, rule: Any, settings: Any) -> TrainerScaler | None:

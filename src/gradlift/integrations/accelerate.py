@@ -24,7 +24,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from ..errors import SettingsError
 from ..rules import Rule
 from ..torch import GradScaler
-from ._trainer_scaler import TrainerScaler
+from ._trainer_scaler import TrainerScaler, parameters_of
 
 __all__ = ["install"]
 
@@ -78,7 +78,7 @@ class _Scaler(TrainerScaler):
     def __init__(self, accelerator: Accelerator, rule: Any, settings: dict[str, Any]) -> None:
         super().__init__(accelerator.device.type, rule, **settings)
         self._accelerator: Accelerator | None = accelerator
-        self.optimizers = lambda: map(_inner, accelerator._optimizers)
+        self.parameters = lambda: parameters_of(accelerator._optimizers)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         value = super().step(optimizer, *args, **kwargs)

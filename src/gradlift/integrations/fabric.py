@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from weakref import WeakSet
 
 from ._versions import require
 
 require("lightning", "2.6", "3")
 
 from lightning.fabric.plugins import MixedPrecision as Base
+from torch.nn import Module
 
 from ..rules import Rule
 from ._trainer_scaler import TrainerScaler, scaler_for
@@ -45,6 +47,18 @@ class MixedPrecision(Base):
         **settings: Any,
     ) -> None:
         super().__init__(precision, device, scaler_for(precision, device, rule, settings))
+        self._modules: WeakSet[Module] | None = None
+
+    def convert_module(self, module: Module) -> Module:
+        """Every `setup` comes here, so that it is known which gradients there may be."""
+        if self.scaler is not None:
+            modules = self._modules = self._modules or WeakSet()
+            modules.add(module)
+            self.scaler.parameters = lambda: (p for m in modules for p in m.parameters())
+        return super().convert_module(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_modules": None}
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.scaler is None:

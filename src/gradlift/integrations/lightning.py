@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ..errors import MisuseError
 from ..rules import Rule
-from ._trainer_scaler import scaler_for
+from ._trainer_scaler import parameters_of, scaler_for
 
 __all__ = ["MixedPrecision"]
 
@@ -60,14 +60,13 @@ class MixedPrecision(Base):
         super().__init__(precision, device, scaler_for(precision, device, rule, settings))
         self._losses = 0
         """Scaled since the last step."""
-        self._module: Any = None
+        self._loop: Any = None
         self._watched = False
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         """Every fit begins here: learns who else looks at gradients, and guards the schedule."""
-        self.teardown()
         if self.scaler is not None and optimizers:
-            self.scaler.optimizers = lambda: optimizers
+            self.scaler.parameters = lambda: parameters_of(optimizers)
             module: Any = next(m for m in model.modules() if isinstance(m, pl.LightningModule))
             looks = "on_before_optimizer_step"
             self._watched = (
@@ -75,29 +74,26 @@ class MixedPrecision(Base):
                 or is_overridden("configure_gradient_clipping", module)
                 or any(is_overridden(looks, callback) for callback in module.trainer.callbacks)
             )
-            self._module = module
-            module.lr_scheduler_step = functools.partial(self._schedule, module.lr_scheduler_step)
+            loop = self._loop = module.trainer.fit_loop.epoch_loop
+            loop.update_lr_schedulers = functools.partial(self._schedule, loop.update_lr_schedulers)
         return super().connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
-        if self._module is not None:
-            del self._module.lr_scheduler_step
-            self._module = self.scaler.optimizers = None
         self._losses = 0
+        if self._loop is not None:
+            del self._loop.update_lr_schedulers
+            self._loop = self.scaler.parameters = None
+            self.scaler.flush()
 
-    def _schedule(self, move: Callable[..., Any], scheduler: Any, metric: Any) -> None:
+    def _schedule(self, move: Callable[..., None], interval: str, **kwargs: Any) -> None:
         """A schedule in steps stays where it is if the weights did."""
-        configs = self._module.trainer.lr_scheduler_configs
-        in_steps = any(c.interval == "step" for c in configs if c.scheduler is scheduler)
         result = self.scaler.result
-        if not in_steps or (result is not None and result.stepped):
-            move(scheduler, metric)
+        if interval != "step" or (result is not None and result.stepped):
+            move(interval=interval, **kwargs)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         if not isinstance(module, pl.LightningModule):
-            raise MisuseError(
-                "this is the Trainer's plugin: for Fabric there is gradlift.integrations.fabric"
-            )
+            raise MisuseError("this is for the Trainer: Fabric has gradlift.integrations.fabric")
         self._losses += 1
         return super().pre_backward(tensor, module)
 
@@ -115,8 +111,6 @@ class MixedPrecision(Base):
             if model.automatic_optimization and not self._losses:
                 self.scaler.result = None  # `training_step` gave no loss: there is nothing to step
                 return value
-            if self._watched:
-                self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
             value = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
@@ -124,9 +118,16 @@ class MixedPrecision(Base):
         self._log(model)
         return value
 
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Hooks and clipping."""
+        if self._watched:
+            self.scaler.unscale_(optimizer)
+        super()._after_closure(model, optimizer)
+
     def _log(self, model: Any) -> None:
-        """Only when a logger wants it: an accelerator would have to be asked for the numbers."""
-        if model.trainer._logger_connector.should_update_logs:
+        """When a logger wants it, as a device has to be asked, and where Lightning lets one log."""
+        hook, due = model._current_fx_name, model.trainer._logger_connector.should_update_logs
+        if due and hook in ("training_step", "optimizer_step", "on_train_batch_end"):
             result, skipped = self.scaler.result, float(self.scaler.skipped_steps)
             values = {"loss_scale": result.scale, "skipped_steps": skipped}
             model.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
@@ -139,11 +140,10 @@ class MixedPrecision(Base):
     ) -> None:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
-        if clip_val > 0 and by_norm and self.scaler is not None:
-            self.scaler.clip_grad_norm_(optimizer, clip_val)
-            return
         if clip_val > 0 and self.scaler is not None:
+            if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+                self.scaler.clip_grad_norm_(optimizer, clip_val)
+                return
             self.scaler.unscale_(optimizer)
         # Lightning's own, which refuses fused optimizers, is left out.
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)

@@ -38,14 +38,20 @@ class ScaleCallback(TrainerCallback):
         self, trainer: Trainer, rule: Rule | str | float | None = None, **settings: Any
     ) -> None:
         self._trainer, self._rule, self._settings = trainer, rule, settings
-        self.scaler = install(trainer.accelerator, rule, **settings)
-        self._log = trainer.log
+        self._create, self._log = trainer.create_accelerator_and_postprocess, trainer.log
+        trainer.create_accelerator_and_postprocess = self._create_more  # type: ignore[method-assign]
         trainer.log = self._log_more  # type: ignore[method-assign]
+        install(trainer.accelerator, rule, **settings)
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    @property
+    def scaler(self) -> Any:
+        """The one in use."""
+        return self._trainer.accelerator.scaler
+
+    def _create_more(self) -> None:
         """A search for hyperparameters makes a new accelerator for each trial."""
-        if self._trainer.accelerator.scaler is not self.scaler:
-            self.scaler = install(self._trainer.accelerator, self._rule, **self._settings)
+        self._create()
+        install(self._trainer.accelerator, self._rule, **self._settings)
 
     def _log_more(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """In `on_log` it would be too late for those who are told before this callback."""
@@ -53,3 +59,6 @@ class ScaleCallback(TrainerCallback):
             skipped = self.scaler.skipped_steps
             logs = {**logs, "loss_scale": self.scaler.get_scale(), "skipped_steps": skipped}
         self._log(logs, *args, **kwargs)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.scaler.flush()
