@@ -254,6 +254,19 @@ class Journal:
         self.close()
 
 
+JournalLike = Journal | str | os.PathLike[str]
+"""A journal, or the path of one."""
+
+
+def opened(given: JournalLike | None) -> Journal | None:
+    """The journal that is meant.
+
+    >>> opened(None) is None
+    True
+    """
+    return Journal(given) if isinstance(given, (str, os.PathLike)) else given
+
+
 def _claim(file: IO[bytes], path: Path) -> None:
     """From the first line on a journal is this process's, until it ends."""
     if fcntl is None or not path.is_file():  # /dev/null is everybody's

@@ -29,7 +29,7 @@ import numpy as np
 
 from .errors import SettingsError, StateError, TrainingHalted
 from .formats import FP32
-from .journal import Journal, Step
+from .journal import JournalLike, Step, opened
 from .reading import Reading
 from .rules import Off, Rule, parse
 from .verdict import Cause, Limits, StepResult, Verdict, decide, explain_halt
@@ -133,16 +133,16 @@ class Scaler:
         *,
         max_consecutive_skips: int | None = None,
         on_floor: str = "hold",
-        journal: Journal | None = None,
+        journal: JournalLike | None = None,
     ) -> None:
         self.rule = parse(rule)
         self.limits = Limits(max_consecutive_skips, on_floor)
         self.state = self.rule.init()
         self.result: StepResult | None = None
         self.steps = self.skipped_steps = 0
-        self.journal = journal
-        if journal is not None:
-            journal.describe(rule=str(self.rule), framework="numpy")
+        self.journal = opened(journal)
+        if self.journal is not None:
+            self.journal.describe(rule=str(self.rule), framework="numpy")
         self._losses: list[float] = []
         self._since = time.perf_counter()
 

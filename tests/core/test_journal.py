@@ -259,7 +259,7 @@ def test_two_processes_do_not_mix_their_lines(tmp_path):
     try:
         writer.stdout.readline()
         late = Journal(path)
-        with pytest.raises(JournalError, match="written by another process.*rank 0 alone"):
+        with pytest.raises(JournalError, match=r"written by another process.*rank 0 alone"):
             late.step(Step(0, 8.0, 8.0))
     finally:
         writer.kill()

@@ -119,6 +119,12 @@ def test_recording_changes_no_bit_and_the_run_replays(tmp_path):
     assert [s.scale for s in again.steps] == [s.scale for s in run.steps]
 
 
+def test_a_path_is_a_journal(tmp_path):
+    train(tmp_path / "run.jsonl", steps=3)
+    train(str(tmp_path / "run.jsonl"), steps=3)
+    assert len(read_journal(tmp_path / "run.jsonl").steps) == 6
+
+
 def test_state_resumes_to_the_bit():
     _, scaler = train(steps=30)
     data = json.loads(json.dumps(scaler.state_dict()))

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from ..errors import MisuseError, SettingsError, TrainingHalted
-from ..journal import Journal
+from ..journal import Journal, opened
 from ..verdict import Cause, Verdict
 from ._optimizer import LossScaleOptimizer
 from ._record import ROWS, Record, line
@@ -69,16 +69,16 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         self._together = self.model.steps_per_execution
         self._ahead, self._begun = 0, False
         if self._given is not None and self._journal is None:
-            given = self._given
-            self._journal = given if isinstance(given, Journal) else Journal(given)
-            self._journal.describe(
+            journal = self._journal = opened(self._given)
+            assert journal is not None
+            journal.describe(
                 rule=str(optimizer.rule),
                 framework="keras",
                 backend=keras.backend.backend(),
                 formats=_formats(self.model),
             )
             self._described = False
-            self._describe(self._journal)
+            self._describe(journal)
 
     def _describe(self, journal: Journal) -> None:
         """Names the parameters, once the optimizer is built and knows them."""

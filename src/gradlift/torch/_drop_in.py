@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MisuseError, SettingsError
-from ..journal import Event, Journal
+from ..journal import Event, JournalLike, opened
 from ..rules import Backoff, Headroom, Off, Rule, parse
 from ..rules._presets import cautious
 from ..rules._rule import LARGEST, is_power_of_two
@@ -123,7 +123,7 @@ class DropIn(torch.amp.GradScaler):
         skip: str = "each",
         process_group: Any = None,
         sharded: Sharded = False,
-        journal: Journal | None = None,
+        journal: JournalLike | None = None,
         names: Names = None,
         allow_fp16_params: bool = False,
         on_event: Callable[[Event], None] | None = None,
@@ -165,7 +165,7 @@ class DropIn(torch.amp.GradScaler):
         self._names = named(names)
         self._allow_fp16_params = allow_fp16_params
         self._report = Report(
-            self._rule, self._limits, journal, self._names, on_event, sample_every
+            self._rule, self._limits, opened(journal), self._names, on_event, sample_every
         )
         self._force_device_path = False  # for tests: CPU tensors take the accelerator's path
         self._tracks: dict[str | None, Track] = {None: self._new_track(None)}

@@ -44,7 +44,7 @@ step in `update()`) |
 over their own mesh, others communicate nothing |
     | `sharded` | True if only this rank holds its parameters (a pipeline stage); or a function of \
 a parameter: True, False (every rank holds it), None (another rank counts it) |
-    | `journal` | a `gradlift.Journal` to record to; `sample_every` adds statistics by parameter |
+    | `journal` | a `Journal` or its path; `sample_every` adds statistics by parameter |
     | `names` | a model, or name -> parameter, for culprits; None: found when needed |
     | `allow_fp16_params` | go on with float16 parameters, which lose small updates |
     | `on_event` | called with each skip, retry and halt |

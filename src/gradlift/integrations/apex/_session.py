@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import MisuseError
-from ...journal import Journal
+from ...journal import JournalLike
 from ...rules import Rule
 from ...torch import GradScaler
 
@@ -89,7 +89,7 @@ AMP = Amp()
 
 
 def make_scaler(
-    device: str, rule: Rule | str | float | None, journal: Journal | None
+    device: str, rule: Rule | str | float | None, journal: JournalLike | None
 ) -> GradScaler:
     """gradlift's scaler. If `gradlift run` records this process it has put its own, which records,
     in the place of torch's."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MisuseError
-from ...journal import Journal
+from ...journal import JournalLike
 from ...rules import Rule
 from . import _state
 from ._casts import (
@@ -74,7 +74,7 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     *,
     rule: Rule | str | float | None = None,
-    journal: Journal | None = None,
+    journal: JournalLike | None = None,
 ) -> Any:
     """Prepares models and optimizers for mixed precision; returns them as they came, one or a list.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MisuseError, SettingsError, StateError
-from ...journal import Journal
+from ...journal import JournalLike
 from ...rules import Rule
 from ...torch import MasterWeights, half_model
 from ...verdict import Cause
@@ -68,7 +68,7 @@ class FP16_Optimizer:
         verbose: bool = True,
         *,
         rule: Rule | str | float | None = None,
-        journal: Journal | None = None,
+        journal: JournalLike | None = None,
     ) -> None:
         self.optimizer = MasterWeights(init_optimizer)
         self.dynamic_loss_scale = dynamic_loss_scale
