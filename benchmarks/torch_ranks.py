@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_NORM = 1.0
+SCALE = 2.0**10  # a real one: with 1 there would be nothing to take out
 SHAPES = {"a": [(505, 505)] * 100, "c": [(1000,)] * 2000}
 
 
@@ -75,19 +76,27 @@ def measure(options: argparse.Namespace) -> None:
             torch.manual_seed(options.rank)
             return sum((p * torch.randn_like(p)).sum() for p in self.each)
 
-    def contender(name: str, shapes: list[tuple[int, ...]], clip: bool) -> Callable[[], None]:
+    def contender(
+        name: str, shapes: list[tuple[int, ...]], clip: bool
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What is timed, and what puts the gradients back before it."""
         model = DistributedDataParallel(Weights(shapes))
         params = list(model.parameters())
         optimizer = torch.optim.AdamW(params, lr=1e-5, fused=True)
         ours = name.startswith("gradlift")
-        settings: dict[str, Any] = {"init_scale": 1.0, "growth_interval": 10**9}
+        settings: dict[str, Any] = {"init_scale": SCALE, "growth_interval": 10**9}
         if name == "gradlift auto":
-            settings = {"rule": "headroom:init_scale=1,max_scale=1,min_scale=1"}
+            settings = {"rule": f"headroom:init_scale={SCALE},max_scale={SCALE},min_scale={SCALE}"}
         if ours and name != "gradlift, no group":
             settings["process_group"] = dist.group.WORLD
         kind = GradScaler if ours else torch.amp.GradScaler
         scaler: Any = kind("cpu", **settings)
         scaler.scale(model()).backward()
+        averaged = [p.grad.clone() for p in params]
+
+        def put_back() -> None:
+            for p, g in zip(params, averaged):
+                p.grad.copy_(g)
 
         def by_torch() -> None:
             if clip:
@@ -101,8 +110,8 @@ def measure(options: argparse.Namespace) -> None:
             scaler.update()
 
         if name == "no scaler":
-            return optimizer.step
-        return by_gradlift if ours else by_torch
+            return optimizer.step, put_back
+        return by_gradlift if ours else by_torch, put_back
 
     names = ["no scaler", "torch", "gradlift", "gradlift auto", "gradlift, no group"]
     found: dict[str, Any] = {}
@@ -112,11 +121,12 @@ def measure(options: argparse.Namespace) -> None:
             times: dict[str, list[float]] = {n: [] for n in names}
             waits: list[float] = []
             for round_ in range(options.rounds + 2):
-                for n in names:
+                for n, (step, put_back) in run.items():
+                    put_back()
                     dist.barrier()
                     waited[0] = 0.0
                     began = time.perf_counter()
-                    run[n]()
+                    step()
                     taken = time.perf_counter() - began - waited[0]
                     if round_ >= 2:
                         times[n].append(taken)

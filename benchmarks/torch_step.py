@@ -27,6 +27,7 @@ from gradlift.torch import GradScaler
 from gradlift.torch._inspect import look
 
 MAX_NORM = 1.0
+SCALE = 2.0**10  # a real one: with 1 there would be nothing to take out
 
 
 def shapes(name: str) -> list[tuple[int, ...]]:
@@ -53,16 +54,17 @@ class Contender:
             )
             self.params = [torch.nn.Parameter(p) for p in halves]
         for p in self.params:
-            p.grad = torch.randn_like(p)
+            p.grad = torch.randn_like(p) * SCALE
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-5, fused=True)
         self.scaler = scaler
 
     def true_norm(self) -> float:
-        return math.sqrt(math.fsum(float(p.grad.double().square().sum()) for p in self.params))
+        squares = (float((p.grad.double() / SCALE).square().sum()) for p in self.params)
+        return math.sqrt(math.fsum(squares))
 
 
 def torch_own(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable[[], float]]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(()))
     norm = torch.zeros(())
 
@@ -84,9 +86,9 @@ def careful_user(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable
     def run() -> None:
         nonlocal norm
         grads = [p.grad for p in c.params]
-        norm = float(torch.nn.utils.get_total_norm(grads))
+        norm = float(torch.nn.utils.get_total_norm(grads)) / SCALE
         coefficient = min(1.0, MAX_NORM / (norm + 1e-6)) if clip else 1.0
-        c.optimizer.grad_scale = torch.tensor(1.0 / coefficient)
+        c.optimizer.grad_scale = torch.tensor(SCALE / coefficient)
         c.optimizer.found_inf = torch.tensor(0.0 if math.isfinite(norm) else 1.0)
         c.optimizer.step()
         del c.optimizer.grad_scale, c.optimizer.found_inf
@@ -95,7 +97,7 @@ def careful_user(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable
 
 
 def ours(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable[[], float]]:
-    scaler = GradScaler("cpu", **(c.scaler or {"init_scale": 1.0}))
+    scaler = GradScaler("cpu", **(c.scaler or {"init_scale": SCALE}))
 
     def run() -> None:
         scaler.step(c.optimizer, max_norm=MAX_NORM if clip else None)
@@ -108,12 +110,13 @@ def bare(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable[[], flo
     return c.optimizer.step, lambda: math.nan
 
 
+AUTO = f"headroom:init_scale={SCALE},max_scale={SCALE},min_scale={SCALE}"
 ROWS = {
     "no scaler": (bare, {}),
     "torch.amp.GradScaler": (torch_own, {}),
     "careful user": (careful_user, {}),
     "gradlift": (ours, {}),
-    "gradlift auto": (ours, {"rule": "headroom:init_scale=1,max_scale=1,min_scale=1"}),
+    "gradlift auto": (ours, {"rule": AUTO}),
 }
 GOALS = {  # ratio to torch, with and without clipping
     "gradlift": {"a": (0.72, 1.0), "b": (0.63, 0.95), "c": (0.80, 1.03), "d": (0.63, 0.95)},
@@ -140,7 +143,7 @@ def measure(
                 error[row] = norm() / truth - 1 if clip else math.nan
                 continue
             for p, g in zip(contenders[row].params, fresh):
-                p.grad.copy_(g)  # clipping has shrunk them
+                p.grad.copy_(g)  # a step takes the scale out, and clips
             start = time.perf_counter()
             run()
             if i > 1:
