@@ -1,7 +1,8 @@
-"""A job for torchrun that checkpoints and resumes: elastic_job.py FOLDER STEPS [KILL_AT].
+"""A job for torchrun that checkpoints and resumes: elastic_job.py FOLDER STEPS [KILL_AT | sharded].
 
 Writes a line of JSON a step to FOLDER/told.jsonl (rank 0). With KILL_AT, rank 1 is killed in the
-middle of that step of its first life, after backward and before the step.
+middle of that step of its first life, after backward and before the step. DDP and torch's rule; or,
+sharded, FSDP2 and "auto".
 """
 
 import json
@@ -14,26 +15,34 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import GradScaler
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else -1
+how = sys.argv[3] if len(sys.argv) > 3 else ""
+kill_at = int(how) if how.isdigit() else -1
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)))
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+if how == "sharded":
+    model = fully_shard(net)
+    scaler = GradScaler("cpu", rule="auto:init_scale=2^20")
+else:
+    model = DistributedDataParallel(net)
+    settings = {"init_scale": 2.0**20, "growth_interval": 3}
+    scaler = GradScaler("cpu", **settings, process_group=dist.group.WORLD)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scaler = GradScaler("cpu", init_scale=2.0**20, growth_interval=3, process_group=dist.group.WORLD)
 progress = {"step": 0}
 
 
 def parts():
     return {
-        "model": model.module.state_dict(),
+        "model": net.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scaler": scaler,  # a Stateful: saved and loaded by itself
         "progress": progress,
@@ -51,7 +60,7 @@ def resume():
         optimizer.zero_grad()
     held = parts()
     dcp.load(held, checkpoint_id=folder / latest.read_text())
-    model.module.load_state_dict(held["model"])
+    net.load_state_dict(held["model"])
     optimizer.load_state_dict(held["optimizer"])
     progress.update(held["progress"])
 

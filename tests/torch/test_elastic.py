@@ -62,3 +62,19 @@ def test_a_checkpoint_of_two_ranks_is_continued_by_three(undisturbed):
     assert len(json.loads(life["gradlift"]["events"])) == expected[11]["skipped"]
     assert [t["step"] for t in told] == [12, 13, 14, 15]
     assert any(t["stepped"] for t in told)
+
+
+def test_shards_of_two_ranks_are_continued_by_three(tmp_path):
+    """The same, of FSDP2's shards and a rule with a memory."""
+    told = torchrun(tmp_path, 9, "sharded")
+    assert not told[0]["stepped"]
+    saved = told[7]
+    after = torchrun(tmp_path, 12, "sharded", world=3)[9:]
+    first, second = lines(tmp_path / "lives.jsonl")
+    assert (first["world"], second["world"]) == (2, 3)
+    assert second["scale"] == saved["scale"] < 2**20
+    assert second["gradlift"]["steps"] == 8
+    assert second["gradlift"]["skipped"] == saved["skipped"] > 0
+    assert [t["step"] for t in after] == [8, 9, 10, 11]
+    assert after[0]["loss"] == told[8]["loss"]  # the same weights, to the bit
+    assert all(t["stepped"] for t in after)
