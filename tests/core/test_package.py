@@ -117,6 +117,18 @@ def test_the_pages_have_snippets_at_all():
     assert len(list(documents.snippets("python"))) >= 2
 
 
+def test_each_right_hand_side_of_coming_from_is_one_that_is_run():
+    """By the folder whose framework it names; left-hand sides are text."""
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    sections = page.split("\n## ")[1:]
+    assert len(sections) == 12
+    run_by = "torch", "jax", "keras", "keras-tensorflow", "mxnet"
+    for section in sections:
+        before, after = re.findall(r"^```(\S.*)$", section, re.M)
+        assert before == "text"
+        assert after in [f"python {framework}" for framework in run_by]
+
+
 def test_architecture_names_only_files_that_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"`((?:src|tests|benchmarks|docs|examples)/[\w/.]+)`", text)

@@ -67,10 +67,23 @@ def test_the_norm_is_of_what_each_device_applies():
         assert scaler.result.grad_norm == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_norm_of_a_part_is_not_told():
+    """Unscaled before the devices' gradients were added up: nobody has seen their sum."""
+    trainer = sgd(parameters(TWO))
+    scaler = gl.init_trainer(trainer)
+    backward(trainer)
+    gl.unscale(trainer)
+    trainer.step(1)
+    assert scaler.result.stepped
+    assert math.isnan(scaler.result.grad_norm)
+
+
 def test_updates_on_a_kvstore_are_refused():
     trainer = sgd(parameters(TWO), update_on_kvstore=True)
     with pytest.raises(SettingsError, match="update_on_kvstore=True applies gradients in the kv"):
         gl.init_trainer(trainer)
+    with pytest.raises(SettingsError, match="or clip them"):
+        gl.init_trainer(trainer, "off", max_norm=1.0)
     gl.init_trainer(trainer, "off")
     trainer = sgd(parameters(TWO))
     plain_step(trainer)  # MXNet's default: now it is settled

@@ -6,7 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from conformance.exact import overflows
-from gluon_nets import TWO, finite, losses, parameters, same, sgd, step, weights
+from gluon_nets import HALF, TWO, Spoil, finite, losses, parameters, same, sgd, step, weights
 from mxnet import autograd, gluon, nd
 from mxnet.contrib.amp import amp
 from mxnet.contrib.amp.loss_scaler import LossScaler
@@ -38,6 +38,50 @@ def clipped_step(module, trainer, x, spoil, batch_size):
     module.unscale(trainer)
     gluon.utils.clip_global_norm([p.grad() for p in trainer._params], 0.5, check_isfinite=False)
     trainer.step(batch_size)
+
+
+def test_elementwise_float16_is_mxnets():
+    """float16 weights and gradients, which overflow by themselves; float32 masters."""
+
+    def make():
+        return sgd(parameters(dtypes=HALF), 2.0**-6, momentum=0.5, multi_precision=True)
+
+    theirs, peer, ours, scaler = pair(3, make)
+    rng = np.random.default_rng(2)
+    for i in range(400):
+        x = float(rng.standard_normal()) * 2.0 ** float(rng.integers(-12, 3))
+        step(amp, theirs, x, batch_size=3)
+        step(gl, ours, x, batch_size=3)
+        assert peer.loss_scale == scaler.get_scale(), i
+        assert same(weights(ours), weights(theirs)), i
+    assert 20 < scaler.skipped_steps < 380
+
+
+def test_a_dense_net_is_mxnets():
+    def make():
+        mx.random.seed(0)
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(8, activation="tanh", in_units=4), gluon.nn.Dense(1, in_units=8))
+        net.initialize(mx.init.Xavier(), force_reinit=True)
+        net.hybridize()
+        nets.append(net)
+        return gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+
+    nets = []
+    theirs, peer, ours, scaler = pair(3, make)
+    rng = np.random.default_rng(3)
+    for i in range(60):
+        x, spoil = nd.array(rng.standard_normal((8, 4))), INF if rng.random() < 0.2 else 1.0
+        for module, trainer, net in ((amp, theirs, nets[0]), (gl, ours, nets[1])):
+            with autograd.record():
+                out = Spoil(spoil)(net(x))
+                loss = gluon.loss.L2Loss()(out, x.sum(axis=1, keepdims=True))
+                with module.scale_loss(loss, trainer) as scaled:
+                    autograd.backward(scaled)
+            trainer.step(8)
+        assert peer.loss_scale == scaler.get_scale(), i
+        assert same(weights(ours), weights(theirs)), i
+    assert 5 < scaler.skipped_steps < 30
 
 
 @pytest.mark.parametrize("one_step", [step, clipped_step], ids=["plain", "clipped"])

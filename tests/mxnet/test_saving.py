@@ -112,6 +112,65 @@ def test_a_state_of_another_rule_is_refused_before_anything_changes(tmp_path):
     assert (other.learning_rate, scaler.steps) == (0.125, 0)
 
 
+@pytest.mark.parametrize("cut", [0, 10, -1])
+def test_a_damaged_file_is_named(tmp_path, cut):
+    file = tmp_path / "states"
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer)
+    step(gl, trainer)
+    trainer.save_states(str(file))
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(StateError, match="states cannot be read, it may be damaged"):
+        trainer.load_states(str(file))
+    for other in (3, (1,)):
+        file.write_bytes(pickle.dumps(other))
+        with pytest.raises(StateError, match=r"states was not written by trainer.save_states"):
+            trainer.load_states(str(file))
+    step(gl, trainer)
+    assert (scaler.steps, scaler.result.stepped) == (2, True)
+
+
+def test_states_of_no_step_and_states_alone(tmp_path):
+    file = str(tmp_path / "states")
+    trainer = sgd(parameters(TWO), momentum=0.5)
+    scaler = gl.init_trainer(trainer)
+    trainer.save_states(file)
+    trainer.load_states(file)
+    step(gl, trainer)
+    with open(file, "wb") as saved:
+        saved.write(trainer._updaters[0].get_states(dump_optimizer=False))
+    trainer.load_states(file)
+    step(gl, trainer)
+    assert scaler.steps == 2
+
+
+def test_a_state_that_is_refused_leaves_nothing_behind(tmp_path):
+    """Else the next init_trainer() could not make SoftmaxOutput follow its scale."""
+    code = """
+import sys
+import mxnet as mx
+from mxnet.contrib import amp
+import gradlift.mxnet as gl
+from gradlift.errors import StateError
+amp.init()
+def make():
+    w = mx.gluon.Parameter("w", shape=2); w.initialize()
+    return mx.gluon.Trainer([w], "sgd", kvstore=None)
+gl._amp.Scaler(make(), "static:2").trainer.save_states(sys.argv[1])
+amp.amp._amp_loss_scale_initialized = False
+trainer = make()
+trainer.load_states(sys.argv[1])
+trainer.optimizer._gradlift["steps"] = -1
+try:
+    gl.init_trainer(trainer, "static:2")
+except StateError as error:
+    print(error)
+gl.init_trainer(make(), "static:8")
+print(amp.amp._loss_scaler.loss_scale)
+"""
+    assert run(code, tmp_path / "states") == "steps is -1, expected a count\n8.0\n"
+
+
 def test_state_dict_is_json_and_checked():
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, "dynamic")
@@ -171,3 +230,18 @@ def test_the_journal_of_a_run_that_is_off(tmp_path):
     assert first.loss > 0
     assert first.scale == 1.0
     assert math.isnan(second.loss)
+
+
+def test_a_schedule_that_cannot_be_asked_before_the_first_update(tmp_path):
+    class Root(mx.lr_scheduler.LRScheduler):
+        def __call__(self, updates):
+            return self.base_lr * updates**-0.5
+
+    trainer = mx.gluon.Trainer(parameters(), "sgd", {"lr_scheduler": Root(0.5)})
+    with Journal(tmp_path / "run.jsonl") as journal:
+        gl.init_trainer(trainer, "dynamic", journal=journal)
+        for spoil in (INF, 1, 1):
+            step(gl, trainer, spoil=spoil)
+    rates = [step.lr for step in read_journal(tmp_path / "run.jsonl").steps]
+    assert math.isnan(rates[0])
+    assert rates[1:] == [0.5, 0.5 * 2**-0.5]

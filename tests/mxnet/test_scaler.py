@@ -111,6 +111,35 @@ def test_a_scale_so_large_that_its_inverse_over_the_batch_is_no_normal_number():
     assert same(weights(trainer), weights(plain))
 
 
+def test_climbing():
+    """rescale_grad=-1: the norm is still a norm, and is clipped."""
+    trainer = sgd(parameters(), learning_rate=1.0, rescale_grad=-1.0)
+    scaler = gl.init_trainer(trainer, "dynamic", max_norm=0.25)
+    before = np.concatenate([w.ravel() for w in weights(trainer)])
+    step(gl, trainer)
+    after = np.concatenate([w.ravel() for w in weights(trainer)])
+    assert scaler.result.grad_norm == pytest.approx(np.linalg.norm(before), rel=1e-6)
+    assert np.linalg.norm(after - before) == pytest.approx(0.25, rel=1e-6)
+    assert (np.abs(after) > np.abs(before)).all()
+
+
+def test_an_optimizer_that_is_used_again_carries_no_scale():
+    """A new trainer, after layers were frozen say, takes rescale_grad over from its optimizer."""
+    found = []
+    for scaled in (True, False):
+        params, optimizer = parameters(), mx.optimizer.SGD(learning_rate=0.5)
+        for _ in range(2):
+            trainer = gluon.Trainer(params, optimizer)
+            if scaled:
+                gl.init_trainer(trainer, "dynamic", max_norm=100.0)
+                step(gl, trainer, 0.3)
+                step(gl, trainer, spoil=INF)
+            else:
+                plain_step(trainer, 0.3)
+        found.append(weights(trainer))
+    assert same(*found)
+
+
 def test_what_is_used_is_checked():
     """Finite as it stands, infinite when it has been rescaled."""
     trainer = sgd(parameters(), rescale_grad=2.0**127)
@@ -175,6 +204,18 @@ def test_a_finite_loss_whose_sum_overflows_is_alive():
     w = trainer._params[0]
     with autograd.record(), gl.scale_loss([w.data() * 0 + 3e38], trainer) as scaled:
         autograd.backward(scaled)
+    trainer.step(1, ignore_stale_grad=True)
+    assert scaler.result.stepped
+
+
+def test_finite_losses_whose_sums_overflow_both_ways():
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer, "static:1")
+    w = trainer._params[0]
+    with autograd.record():
+        given = [w.data() * 0 + 3e38, w.data() * 0 - 3e38]
+        with gl.scale_loss(given, trainer) as scaled:
+            autograd.backward(scaled)
     trainer.step(1, ignore_stale_grad=True)
     assert scaler.result.stepped
 
@@ -344,6 +385,12 @@ def test_scale_loss_after_unscale():
     gl.unscale(trainer)
     with pytest.raises(MisuseError, match="call unscale\\(\\) once, after the last backward"):
         backward(trainer)
+    plain = sgd(parameters(grad_req="add"))
+    for p in trainer._params:
+        p.zero_grad()  # given up, as one does whose norm was not finite
+    step(gl, trainer, 0.3)
+    plain_step(plain, 0.3)
+    assert same(weights(trainer), weights(plain))
     trainer, plain = sgd(parameters()), sgd(parameters())
     gl.init_trainer(trainer)
     backward(trainer, 3.0)
@@ -356,6 +403,22 @@ def test_scale_loss_after_unscale():
     step(gl, trainer, 0.3)
     plain_step(plain, 0.3)
     assert same(weights(trainer), weights(plain))
+
+
+def test_what_was_unscaled_and_given_up_is_stale():
+    """A backward that does not reach `b` leaves it without the scale: it must not be divided."""
+    trainer = sgd(parameters())
+    gl.init_trainer(trainer)
+    w, b = trainer._params
+    kept = b.data().asnumpy()
+    for p in (b, w):
+        with autograd.record(), gl.scale_loss(p.data().sum(), trainer) as scaled:
+            scaled.backward()
+        if p is b:
+            gl.unscale(trainer)
+    with pytest.raises(UserWarning, match="Gradient of Parameter `b`"):
+        trainer.step(1)
+    assert same([b.data().asnumpy()], [kept])
 
 
 @pytest.mark.parametrize("rule", ["dynamic", "off"])

@@ -409,6 +409,13 @@ def test_retry_wants_to_know_the_model():
     assert scaler.train_step(lambda: good(model), optimizer, retries=1, model=False).stepped
 
 
+def test_lbfgs_is_sent_to_step():
+    model = net(8, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(MisuseError, match=r"LBFGS asks for it many times: call scaler\.step"):
+        GradScaler("cpu").train_step(lambda: good(model), optimizer)
+
+
 def test_gradients_of_others_are_not_added_twice():
     body, head = net(8, 8), net(8, 1, seed=1)
     model = torch.nn.ModuleDict({"body": body, "head": head})

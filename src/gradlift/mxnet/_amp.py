@@ -9,7 +9,7 @@ from typing import Any
 from mxnet.gluon import Trainer
 
 from ..errors import MisuseError
-from ..journal import Journal
+from ..journal import JournalLike
 from ..rules import Rule
 from ._scaler import Scaler
 
@@ -23,7 +23,7 @@ def init_trainer(
     max_norm: float | None = None,
     max_consecutive_skips: int | None = None,
     on_floor: str = "hold",
-    journal: Journal | None = None,
+    journal: JournalLike | None = None,
 ) -> Scaler:
     """Gives a Gluon trainer a loss scale: from now on its steps are checked, and bad ones skipped.
 
@@ -32,7 +32,7 @@ def init_trainer(
     | `rule` | a rule, or its text; by default MXNet's own, change for change |
     | `max_norm` | clips what the optimizer gets (no scale, divided by `batch_size`), at no cost |
     | `on_floor`, `max_consecutive_skips` | when to stop a run that only skips |
-    | `journal` | a `gradlift.Journal` to record to |
+    | `journal` | a `gradlift.Journal`, or its path, to record to |
 
     The `Scaler` that is returned tells what became of each step. Its state is saved and loaded
     with the trainer's, by `save_states` and `load_states`.

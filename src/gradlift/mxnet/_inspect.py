@@ -66,12 +66,13 @@ class Look(NamedTuple):
 
 def look(gradients: Sequence[Gradient], factor: float, *, amax: bool) -> Look:
     """Looks at what will be used: gradients that leave float32 when multiplied by `factor`, the
-    inverse of the scale, are not finite.
+    inverse of the scale, are not finite. Whoever climbs has a negative factor.
 
     >>> weight, grad = nd.ones(2), nd.array([3, -4], dtype="float16")
     >>> look([Gradient("weight", weight, grad)], 0.5, amax=True)
     Look(nonfinite=False, amax=4.0, norm=2.5, culprits=(), devices=())
     """
+    factor = abs(factor)
     devices: dict[Any, list[tuple[Gradient, Any]]] = {}
     for g in gradients:
         elements = g.elements

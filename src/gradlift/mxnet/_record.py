@@ -59,10 +59,16 @@ class Recorder:
                 nonfinite=bool(reading.nonfinite),
                 loss=loss,
                 norm=reading.norm,
-                lr=float(trainer.learning_rate),
+                lr=_rate(trainer.optimizer),
                 verdict=result.verdict,
                 cause=result.cause,
                 culprits=result.culprits,
                 seconds=seconds,
             )
         )
+
+
+def _rate(optimizer: Any) -> float:
+    """NaN before the first update: a schedule that divides by their number cannot be asked."""
+    asked = optimizer.lr_scheduler is None or optimizer.num_update > 0
+    return float(optimizer.learning_rate) if asked else math.nan

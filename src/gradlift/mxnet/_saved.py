@@ -49,8 +49,17 @@ def belongs(data: Any, rule: Rule) -> bool:
 def in_file(name: str) -> Any:
     """What a trainer's state file holds of ours; None if it was saved without."""
     with open(name, "rb") as file:
-        saved = pickle.load(file)
-    return getattr(saved[1], ATTRIBUTE, None) if isinstance(saved, tuple) else None
+        try:
+            saved = pickle.load(file)
+        except Exception as error:  # a damaged pickle raises what it likes
+            raise StateError(
+                f"{name} cannot be read, it may be damaged ({type(error).__name__}: {error})"
+            ) from error
+    if isinstance(saved, dict):  # without an optimizer
+        return None
+    if not isinstance(saved, tuple) or len(saved) != 2:
+        raise StateError(f"{name} was not written by trainer.save_states()")
+    return getattr(saved[1], ATTRIBUTE, None)
 
 
 class Travelling:

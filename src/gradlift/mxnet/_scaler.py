@@ -17,7 +17,7 @@ from mxnet.contrib.amp import amp
 
 from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..formats import FP32
-from ..journal import Journal
+from ..journal import JournalLike, opened
 from ..reading import Reading
 from ..rules import Off, Rule, ScaleState, parse
 from ..rules._presets import cautious
@@ -25,7 +25,15 @@ from ..verdict import Cause, Limits, StepResult, Verdict, decide, explain_halt
 from . import _saved
 from ._inspect import Gradient, Look, look
 from ._record import Recorder
-from ._trainer import accumulates, check_half, check_own, gradients, is_alone, keep_here
+from ._trainer import (
+    accumulated,
+    check_half,
+    check_own,
+    forget,
+    gradients,
+    is_alone,
+    keep_here,
+)
 from ._window import Window, check, is_half, lifted
 
 HALF_LOSS = "loss computed in float16: its scale is capped at 2^15"
@@ -58,7 +66,7 @@ class Scaler:
         max_norm: float | None = None,
         max_consecutive_skips: int | None = None,
         on_floor: str = "hold",
-        journal: Journal | None = None,
+        journal: JournalLike | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise SettingsError(f"max_norm is {max_norm!r}, expected a number above 0")
@@ -69,21 +77,26 @@ class Scaler:
         self.result: StepResult | None = None
         self.steps = self.skipped_steps = 0
         self._off = isinstance(self.rule, Off)
-        check_own(trainer)
-        if not self._off:
-            check_half(trainer)
-        keep_here(trainer, must=not self._off)
+        self._looks = not self._off or max_norm is not None
         self._original = trainer._scale  # the optimizer's own rescale_grad
-        self._recorder = Recorder(journal, self.rule) if journal is not None else None
-        self._want_amax = self.rule.magnitudes or journal is not None
+        record = opened(journal)
+        self._recorder = Recorder(record, self.rule) if record is not None else None
+        self._want_amax = self.rule.magnitudes or record is not None
         self._ceiling = math.inf
         self._window = Window()
         self._warned = False
-        self._outputs = _claim_outputs()
-        self._put(self.rule.init())
+        self._outputs: Any = None
+        self._state = self.rule.init()
         found = getattr(trainer._optimizer, _saved.ATTRIBUTE, None)
         if _saved.belongs(found, self.rule):  # load_states() came first
             self.load_state_dict(found)
+        check_own(trainer)
+        if not self._off:
+            check_half(trainer)
+        keep_here(trainer, must=self._looks)
+        # From here on nothing is refused: what is refused leaves nothing behind.
+        self._outputs = _claim_outputs()
+        self._put(self._state)
         self._travel()
         trainer._allreduce_grads = self._reduce
         trainer._update = self._update
@@ -121,13 +134,7 @@ class Scaler:
                 self._window.note(losses)
             return losses if several else loss
         if self._window.early is not None:
-            if accumulates(self.trainer):
-                raise MisuseError(
-                    "scale_loss() was called after unscale(), so that gradients with the scale "
-                    "would be added to gradients without: call unscale() once, after the last "
-                    "backward() before trainer.step()"
-                )
-            self._window = Window()  # the next backward writes over what was unscaled
+            self._give_up()
         if any(map(is_half, losses)):
             self._ceiling = _HALF_LOSS_CEILING
             if not self._window.losses:
@@ -137,6 +144,17 @@ class Scaler:
         with autograd.record(train_mode=autograd.is_training()):
             scaled = [lifted(each) * self.get_scale() for each in losses]
         return scaled if several else scaled[0]
+
+    def _give_up(self) -> None:
+        """What was unscaled will not be used: the next backward writes over it, or it is zero."""
+        if accumulated(self.trainer):
+            raise MisuseError(
+                "scale_loss() was called after unscale(), so that gradients with the scale would "
+                "be added to gradients without: call unscale() once, after the last backward() "
+                "before trainer.step(). To give a batch up, call zero_grad() on its parameters"
+            )
+        forget(gradients(self.trainer)[0])
+        self._window = Window()
 
     def _unscale(self) -> None:
         """Takes the scale out of the gradients now, and looks at them before anybody clips them."""
@@ -171,7 +189,7 @@ class Scaler:
         check_own(trainer)
         losses = self._window.read()
         share = self._original * trainer._optimizer.rescale_grad / trainer._scale
-        if self._off and self.max_norm is None:
+        if not self._looks:
             self._apply(ignore_stale_grad)
             reading = Reading(nonfinite=False, amax=math.nan)
             self._finish(reading, Verdict.APPLY, Cause.NONE, _NOTHING, losses, share)
@@ -198,8 +216,8 @@ class Scaler:
             self._fold(fresh, seen.norm)
             self._apply(ignore_stale_grad)
         else:
-            for g in fresh:
-                g.data._fresh_grad = False  # else it would pass for the next step's
+            forget(fresh)
+        trainer._optimizer.rescale_grad = share  # what MXNet leaves there, without the scale
         self._finish(reading, verdict, cause, shown, losses, share)
 
     def _check_window(self) -> None:
@@ -221,8 +239,11 @@ class Scaler:
             return seen
         if early.nonfinite and (alone or self._window.early_for_all):
             return early
-        norm = early.norm * self.trainer._optimizer.rescale_grad
-        return seen._replace(amax=early.amax, norm=math.nan if seen.nonfinite else norm)
+        norm = early.norm * abs(self.trainer._optimizer.rescale_grad)
+        whole = self._window.early_for_all or (alone and self.trainer._kvstore is None)
+        return seen._replace(
+            amax=early.amax, norm=norm if whole and not seen.nonfinite else math.nan
+        )
 
     def _fold(self, fresh: list[Gradient], norm: float) -> None:
         """1/scale, 1/batch_size and the clip coefficient become one factor of the optimizer's."""

@@ -25,9 +25,17 @@ def gradients(trainer: Any) -> tuple[list[Gradient], bool]:
     return fresh, stale
 
 
-def accumulates(trainer: Any) -> bool:
-    """Does backward add to what is there?"""
-    return any(param.grad_req == "add" for param in trainer._params)
+def accumulated(trainer: Any) -> bool:
+    """Is there a gradient that backward would add to?"""
+    adding = [param for param in trainer._params if param.grad_req == "add"]
+    return any(grad.asnumpy().any() for param in adding for grad in param.list_grad())
+
+
+def forget(fresh: list[Gradient]) -> None:
+    """Makes gradients stale: else those that backward does not reach would pass for the next
+    step's."""
+    for g in fresh:
+        g.data._fresh_grad = False
 
 
 def is_alone(trainer: Any) -> bool:
@@ -37,7 +45,7 @@ def is_alone(trainer: Any) -> bool:
 
 
 def keep_here(trainer: Any, *, must: bool) -> None:
-    """Updates `must` happen in the trainer: a kvstore applies gradients before they are checked.
+    """Updates `must` happen in the trainer: a kvstore applies gradients before they are looked at.
 
     MXNet's own default with several devices is the kvstore; left open, it is the trainer now.
     """
@@ -57,8 +65,9 @@ def keep_here(trainer: Any, *, must: bool) -> None:
     )
     if reason and must:
         raise SettingsError(
-            f"{reason}, before anybody can tell whether they are finite: make the trainer with "
-            "update_on_kvstore=False, a synchronous kvstore, dense weights and no compression"
+            f"{reason}, before anybody can tell whether they are finite, or clip them: make the "
+            "trainer with update_on_kvstore=False, a synchronous kvstore, dense weights and no "
+            "compression"
         )
     if not reason:
         asked["update_on_kvstore"] = False

@@ -346,6 +346,11 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 "retries need model=, whose buffers are put back before a batch is computed again "
                 "(model=False says that nothing needs it)"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise MisuseError(
+                "train_step() computes the loss once, and LBFGS asks for it many times: call "
+                "scaler.step(optimizer, closure), where the closure does backward as well"
+            )
         if retries:
             self._sharpen()
         kept = Replay(model, optimizer) if retries and self._active else None
