@@ -27,7 +27,7 @@ run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
 
 # Two suites at a time, a thread each; what a suite has to say is shown when it is through.
-SYNC := $(if $(filter output-sync,$(.FEATURES)),-Otarget)
+SYNC := $(if $(filter output-sync,$(.FEATURES)),-Orecurse)
 test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j2 -k $(SYNC) $(SUITES:%=test-%)
