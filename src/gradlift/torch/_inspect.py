@@ -256,7 +256,7 @@ def collect(
             elements.append(g._values() if g.is_sparse else g)
     if distributed():
         for i, (p, g) in enumerate(zip(params, grads)):
-            if is_dtensor(g):
+            if type(g) is not Tensor and is_dtensor(g):  # the first is quick
                 grads[i] = brought_home(p, g)
                 elements[i] = local(grads[i])
     return params, grads, elements
