@@ -268,7 +268,8 @@ def opened(given: JournalLike | None) -> Journal | None:
 
 
 def _claim(file: IO[bytes], path: Path) -> None:
-    """From the first line on a journal is this process's, until it ends."""
+    """A second process is refused at its first line: two ranks with one path, mostly. No more than
+    that: the claim ends with the process, or when it has opened the file again and closed it."""
     if fcntl is None or not path.is_file():  # /dev/null is everybody's
         return
     try:

@@ -102,9 +102,10 @@ def test_auto_is_the_cautious_one_since_nothing_retries():
     assert scaler.get_scale() > 2.0**16
 
 
-def test_a_scale_so_large_that_its_inverse_over_the_batch_is_no_normal_number():
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_a_scale_so_large_that_its_inverse_over_the_batch_is_no_normal_number(direction):
     """MXNet refuses to read such a rescale_grad."""
-    trainer, plain = sgd(parameters()), sgd(parameters())
+    trainer, plain = (sgd(parameters(), rescale_grad=direction) for _ in range(2))
     gl.init_trainer(trainer, "static:2^126")
     step(gl, trainer, 2.0**-6, batch_size=8)
     plain_step(plain, 2.0**-6, batch_size=8)

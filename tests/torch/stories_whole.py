@@ -176,6 +176,17 @@ def an_extra_wrapper_is_no_difference():
 
 
 @story
+def a_view_of_some_layers_is_no_difference():
+    """On one rank only. The optimizer's order is not the model's: weights come before biases."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    view = torch.nn.Sequential(model[1], model[2]) if rank else None
+    optimizer = torch.optim.SGD(sorted(model.parameters(), key=lambda p: -p.ndim), lr=1.0)
+    scaler = made()
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    return {"said": attempt(lambda: scaler.step(optimizer)), "kept": view is not None}
+
+
+@story
 def frozen_on_one_rank():
     """It would be stepped on the others only."""
     model = net()

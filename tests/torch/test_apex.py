@@ -689,6 +689,22 @@ def test_inputs_of_any_float_type_wherever_they_are(level, kind):
     assert same is ids
 
 
+def test_a_forward_around_that_of_an_o1_model_gets_what_was_given():
+    model = amp.initialize(nn.Linear(2, 1), opt_level="O1", verbosity=0)
+    around, given = model.forward, []
+
+    def timed(x):
+        return around(x)
+
+    model.forward = timed
+    model.register_forward_hook(lambda *told: given.append(told[1:3]), with_kwargs=True)
+    x = torch.ones(1, 2)
+    assert model(x).dtype is torch.float32
+    model.forward = around
+    model(x)
+    assert [(list(args), kwargs) for args, kwargs in given] == [([x], {}), ([x], {})]
+
+
 def test_a_forward_of_the_models_own_is_kept_and_autocast_ends_after_an_exception():
     model = nn.Linear(2, 2)
     plain = model.forward

@@ -197,6 +197,24 @@ def test_more_micro_batches_after_some_were_dropped(device_path):
     assert scaler.consecutive_skips == 0
 
 
+@both_paths
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_optimizers_that_skip_together_step_without_what_was_dropped(device_path, fused):
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=1.0, fused=fused) for p in params]
+    _, _, scaler = made(device_path, init_scale=4.0, skip="all")
+    with scaler.accumulate(drop_bad=True) as window:
+        for slope in (1.0, 3e38, 2.0):
+            scaler.scale(sum(p * slope for p in params).sum()).backward()
+    assert window.dropped == [1]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.result.stepped
+    assert [p.item() for p in params] == [-3.0, -3.0]
+    assert (scaler.get_scale(), scaler.skipped_steps) == (2.0, 0)
+
+
 def test_the_first_bad_micro_batch_is_found_with_two_optimizers():
     a, opt_a, scaler = made(init_scale=4.0)
     b = torch.nn.Parameter(torch.zeros(1))

@@ -71,6 +71,7 @@ WORLDS = {
         "drifted_counters",
         "different_orders",
         "an_extra_wrapper_is_no_difference",
+        "a_view_of_some_layers_is_no_difference",
         "frozen_on_one_rank",
         "clipped_on_one_rank",
         "clipped_on_one_rank_on_device",
@@ -379,6 +380,9 @@ def test_different_orders_are_found_by_all():
     wrapped = tell(2, "an_extra_wrapper_is_no_difference")
     assert agreed(wrapped, "said") == ["nothing", "nothing"]
     assert [each["kept"] for each in wrapped] == [False, True]
+    viewed = tell(2, "a_view_of_some_layers_is_no_difference")
+    assert agreed(viewed, "said") == "nothing"
+    assert [each["kept"] for each in viewed] == [False, True]
     frozen = agreed(tell(2, "frozen_on_one_rank"), "said")
     assert frozen.startswith("RankError: parameters differ: rank 0 has ")
     assert "requires_grad" in frozen

@@ -253,7 +253,8 @@ class Scaler:
             factor *= self.max_norm / norm
         if abs(factor) < FP32.smallest_normal:  # MXNet refuses to read such a number: two passes
             _take_out(fresh, 1 / self.get_scale())
-            factor = max(factor * self.get_scale(), FP32.smallest_normal)
+            rest = max(abs(factor) * self.get_scale(), FP32.smallest_normal)
+            factor = math.copysign(rest, factor)
         optimizer.rescale_grad = factor
 
     def _apply(self, ignore_stale_grad: bool) -> None:

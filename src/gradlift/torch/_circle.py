@@ -239,17 +239,19 @@ def layout(params: list[Tensor]) -> int:
 
 
 def _overtaken(params: list[Tensor]) -> list[int]:
-    """For each parameter, how many that a module has before it come after it here; the least of all
-    modules that have it, 0 if there is none."""
+    """For each parameter, how many that a module has before it come after it here; 0 if no module
+    has it. Of several that have it the one with most of these counts: a view of some layers, on
+    this rank, shows less."""
     at = {id(p): i for i, p in enumerate(params)}
-    least: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     for module in outermost():
+        own = [at[id(p)] for p in module.parameters() if id(p) in at]
         passed: list[int] = []
-        for i in (at[id(p)] for p in module.parameters() if id(p) in at):
-            n = len(passed) - bisect(passed, i)
-            least[i] = min(n, least.get(i, n))
+        for i in own:
+            n = -len(own), len(passed) - bisect(passed, i)
+            found[i] = min(n, found.get(i, n))
             insort(passed, i)
-    return [least.get(i, 0) for i in range(len(params))]
+    return [found.get(i, (0, 0))[1] for i in range(len(params))]
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -365,9 +365,10 @@ class DeviceTrack(Track):
                 norm=torch.hypot(all_of.norm, r.norm) if self.want_norm else math.nan,
                 probe_amax=largest((all_of.probe_amax, r.probe_amax)),
             )
-        return all_of._replace(nonfinite=True) if self.spoiled else all_of
+        return all_of
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
+        reading = self.with_left_out(reading)
         tell(self, reading, self.tensors.scale, retry)
         self.learned = True
         after = self.rule.advance(self.tensors, reading, torch)

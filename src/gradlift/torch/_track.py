@@ -430,7 +430,7 @@ class Track:
             return Reading(nonfinite=False, amax=0.0, checked=False)
         norms = [r.norm for r in checked]
         return Reading(
-            nonfinite=any(r.nonfinite for r in checked) or self.spoiled,
+            nonfinite=any(r.nonfinite for r in checked),
             amax=max(r.amax for r in checked),
             loss_nonfinite=any(r.loss_nonfinite for r in checked),
             norm=norms[0] if len(norms) == 1 else math.hypot(*norms),
@@ -439,6 +439,7 @@ class Track:
 
     def advance(self, reading: Reading, *, retry: bool = False) -> None:
         """Moves the scale. A retry is no skip, nor is a window that left a micro-batch out."""
+        reading = self.with_left_out(reading)
         tell(self, reading, self.state.scale, retry)
         self.learned = True
         state = self.rule.advance(self.state, reading)
@@ -447,6 +448,11 @@ class Track:
         elif state.skips:
             self.skipped += bool(reading.checked)
         self.state = state._replace(scale=min(state.scale, self.ceiling))
+
+    def with_left_out(self, reading: Reading) -> Reading:
+        """An overflow that was left out keeps no optimizer from its step, but moves the scale."""
+        spoiled = self.spoiled and reading.checked is not False
+        return reading._replace(nonfinite=True) if spoiled else reading
 
     def params(self) -> list[Tensor]:
         """Those that this window has looked at."""

@@ -34,8 +34,13 @@ def in_autocast(model: nn.Module, outputs: torch.dtype = torch.float32) -> nn.Mo
 
 
 def _name_itself(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A replica has the attributes of the model that it was made of, its `forward` among them."""
-    return args, {**kwargs, "_amp_module": module}
+    """A replica has the attributes of the model that it was made of, its `forward` among them.
+
+    Nobody else is told: a script may have put a `forward` of its own around this one.
+    """
+    held = vars(module).get("forward")
+    ours = isinstance(held, functools.partial) and held.func is _forward and held.args
+    return (args, {**kwargs, "_amp_module": module}) if ours and ours[0] is not module else None
 
 
 def _forward(
