@@ -19,7 +19,7 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
-SUITES := torch integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
+SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
 .PHONY: run test lint bench docs clean always
 

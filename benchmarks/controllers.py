@@ -37,6 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rivals import rule_of
 from traces import KINDS, STEPS, TUNING, Series, Trace, made, recorded
 from traces.closed_loop import MEAN, SPREAD, TOP, mean, run
 from traces.draw import COLOURS, draw
@@ -73,7 +74,7 @@ def contend(job: Job) -> tuple[str, dict[str, dict[str, Any]], Curves]:
     outcomes, curves = defaultdict(list), {}
     steps: dict[str, int] = {}
     for traces in together:
-        found, used = run(rules.parse(name), traces, retry=not cautious and name.startswith("auto"))
+        found, used = run(rule_of(name), traces, retry=not cautious and name.startswith("auto"))
         for i, (trace, outcome) in enumerate(zip(traces, found)):
             outcomes[trace.kind].append(outcome)
             steps[trace.kind] = len(trace.amax)
@@ -198,7 +199,7 @@ def main() -> None:
     if clash:
         parser.error(f"the settings were tuned on seeds {clash}: report on others")
     seeds = options.seeds[:1] if options.quick else options.seeds
-    names = [*COLOURS, "popart"] if options.quick else list(rules.PRESETS)
+    names = [*COLOURS, "popart"] if options.quick else [*rules.PRESETS, "popart"]
     traces = made(KINDS, seeds, 1000 if options.quick else None) + recorded()
     rows, curves = measure(names, traces)
     lengths = {t.kind: len(t.amax) for t in traces}
@@ -209,7 +210,7 @@ def main() -> None:
         "tuning_seeds": TUNING_SEEDS,
         "steps": 1000 if options.quick else STEPS,
         "kinds": kinds,
-        "rules": {name: str(rules.parse(name)) for name in names},
+        "rules": {name: str(rule_of(name)) for name in names},
         "rows": rows,
         "goals": judge(rows),
         "curves": {

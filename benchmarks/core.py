@@ -61,7 +61,7 @@ def main() -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("what", "measured", "goal"):
         table.add_column(title, justify="left" if title == "what" else "right")
-    for name in ("static:8", "dynamic", "megatron", "auto", "histogram", "logmax"):
+    for name in ("static:8", "dynamic", "megatron", "auto"):
         table.add_row(f"advance, {name}", f"{advance_cost(name):.1f} us", "5 us")
     write, read, size = journal_cost(lines)
     table.add_row("journal, write a line (median)", f"{write:.1f} us", "20 us")

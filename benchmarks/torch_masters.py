@@ -148,7 +148,6 @@ def settings() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Opt
         "bfloat16, torch.optim": lambda ps: torch.optim.AdamW(ps, **same),
         "MasterWeights": ours("masters"),
         'update="split"': ours("split"),
-        'update="kahan"': ours("kahan"),
         'update="stochastic"': ours("stochastic"),
         "optimi, Kahan": lambda ps: optimi.AdamW(ps, kahan_sum=True, **same),
         "torchao, stochastic": lambda ps: TorchaoAdamW(ps, bf16_stochastic_round=True, **same),

@@ -5,8 +5,8 @@ python benchmarks/torch_overhead.py [--steps 20]
 The scaler's own time (scale, inspect, clip, advance, journal line) is measured on the gradients of
 the example's GPT with a fused optimizer whose step does nothing, and divided by the median time of
 the whole float16 step (forward, backward, clip, AdamW). A probe's time is what its hooks take. What
-`gradlift run` and `gradlift profile` add is the mean over whole sampling intervals. Then the
-scaler's time over more tensors, more elements and more steps.
+`gradlift run` adds is the mean over whole sampling intervals. Then the scaler's time over more
+tensors, more elements and more steps.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import gradlift
 from gradlift import Journal, Reading
 from gradlift.rules import parse
 from gradlift.torch import GradScaler
-from gradlift.torch._probe import Probe
-from gradlift.torch._profile import Watcher
+from gradlift.torch.probing import ModuleProbe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import torch_gpt
 
 torch_gpt.WIDTH = 256  # 3.2M parameters
 NEVER = 1e9
-RUN_EVERY, PROFILE_EVERY = 50, 20  # the commands' defaults
+RUN_EVERY = 50  # the command's default
 PROBE_EVERY = 100  # the default of probe()
 
 
@@ -92,35 +92,49 @@ def own_time(
     return median_ms(work, rounds)
 
 
-def recording(params: list[torch.nn.Parameter], model: torch.nn.Module, folder: Path) -> dict:
-    """Milliseconds a step that recording adds, sampled as by default, over whole intervals."""
-    optimizer, loss = Idle(params, lr=1e-4), torch.tensor(1.0)
+def recording(model: torch.nn.Module, folder: Path) -> dict[str, tuple[float, str]]:
+    """Milliseconds a step that `gradlift run` adds, over whole sampling intervals, past the first
+    steps, which are all looked at. The scale is 1, so that gradients stay as they are."""
+    params = list(model.parameters())
+    loss = torch.tensor(1.0, requires_grad=True)
 
-    def mean_ms(steps: int, scaler: GradScaler) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            scaler.scale(loss)
-            scaler.step(optimizer, max_norm=NEVER)
-            scaler.update()
-        return (time.perf_counter() - start) / steps * 1e3
+    def torchs(scaler: torch.amp.GradScaler, optimizer: Idle) -> None:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
 
-    def scaler(**more: object) -> GradScaler:
-        return GradScaler("cpu", init_scale=1.0, names=model, **more)
+    def ours(scaler: GradScaler, optimizer: Idle) -> None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
-    recorded = scaler(journal=Journal(folder / "recorded.jsonl"), sample_every=RUN_EVERY)
-    added = mean_ms(4 * RUN_EVERY, recorded) - mean_ms(4 * RUN_EVERY, scaler())
-    watcher = Watcher(Journal(folder / "profiled.jsonl"), PROFILE_EVERY)
-    start = time.perf_counter()
-    for _ in range(4 * PROFILE_EVERY):
-        watcher.before_step(optimizer, (), {})
-    profiled = (time.perf_counter() - start) / (4 * PROFILE_EVERY) * 1e3
-    return {
-        f"gradlift run adds (--every {RUN_EVERY})": (added, "1 %"),
-        f"gradlift profile adds (--every {PROFILE_EVERY})": (profiled, "5 %"),
-    }
+    def bare(scaler: None, optimizer: Idle) -> None:
+        loss.backward()
+        optimizer.step()
+
+    def mean_ms(work: Callable[..., None], scaler: Any) -> float:
+        optimizer = Idle(params, lr=1e-4)
+        for i in range(5 * RUN_EVERY):
+            if i == RUN_EVERY:
+                start = time.perf_counter()
+            work(scaler, optimizer)
+        return (time.perf_counter() - start) / (4 * RUN_EVERY) * 1e3
+
+    added = {}
+    for name, work, make in (
+        ("torch's scaler", torchs, lambda: torch.amp.GradScaler("cpu", init_scale=1.0)),
+        ("gradlift's scaler", ours, lambda: GradScaler("cpu", init_scale=1.0)),
+        ("no scaler", bare, lambda: None),
+    ):
+        plain = mean_ms(work, make())
+        with gradlift.record(folder / f"{name}.jsonl", every=RUN_EVERY):
+            recorded = mean_ms(work, make())
+        added[f"gradlift run adds, {name}"] = (recorded - plain, "0.1 %")
+    return added
 
 
-class Timed(Probe):
+class Timed(ModuleProbe):
     """A probe that knows how long it took."""
 
     spent = 0.0
@@ -210,7 +224,7 @@ def main() -> None:
         table.add_row(
             f'"auto" and probe(every={PROBE_EVERY})', f"{own:.2f}", f"{own / step:.2%}", "0.3 %"
         )
-        for name, (own, goal) in recording(params, model, Path(folder)).items():
+        for name, (own, goal) in recording(model, Path(folder)).items():
             table.add_row(name, f"{own:.2f}", f"{own / step:.2%}", goal)
     console.print(table)
 
@@ -231,7 +245,7 @@ def main() -> None:
     many, scaler = filled(50, 1000), GradScaler("cpu")
     optimizer, after = Idle(many, lr=1e-4), []
     for upto in (100, 1000, 4000, 16000):
-        while scaler._track(None).steps < upto - 100:
+        while scaler._scales[None].steps < upto - 100:
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
 

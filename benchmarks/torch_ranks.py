@@ -51,7 +51,8 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradlift.torch import GradScaler, _agree
+    from gradlift.torch import GradScaler
+    from gradlift.torch.ranks import agreement as _agree
 
     dist.init_process_group(
         "gloo", init_method=f"file://{options.init}", rank=options.rank, world_size=2

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from gradlift.torch import GradScaler
-from gradlift.torch._inspect import look
+from gradlift.torch.scaler.finite_check import look
 
 MAX_NORM = 1.0
 SCALE = 2.0**10  # a real one: with 1 there would be nothing to take out

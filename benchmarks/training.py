@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
+from rivals import rule_of
 from tasks import Task, all_tasks
 from torch import Tensor, nn
 
@@ -140,7 +141,7 @@ class Lifted(Plain):
     def __init__(self, contender: Contender, *args: Any) -> None:
         super().__init__(*args)
         self.retries = contender.retries
-        self.scaler = GradScaler("cpu", rule=contender.rule)
+        self.scaler = GradScaler("cpu", rule=rule_of(contender.rule))
         self.lifted = None
         if contender.layerwise:
             self.lifted = layerwise(self.model, self.task.blocks, rule="auto", every=20)

@@ -15,15 +15,13 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from gradlift import Reading, Verdict, rules
-from gradlift.verdict import decide
+from gradlift.core import decide
 
 RULES = {
     "static": "static:2^10",
     "backoff": "dynamic:growth_interval=100",
     "hysteresis": "megatron:growth_interval=100,init_scale=2^16",
     "headroom": "auto",
-    "logmax": "logmax:max_scale=2^20",
-    "histogram": "histogram",
 }
 STEPS = 1200
 

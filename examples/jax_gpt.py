@@ -83,7 +83,7 @@ def train(steps: int, seed: int, dtype: str, rule: str, journal: Path | None) ->
     schedule = optax.warmup_cosine_decay_schedule(0, LR, WARMUP, max(steps, WARMUP + 1), LR / 10)
     optimizer = optax.adamw(schedule)
     state = optimizer.init(params)
-    scaler = gl.Scaler(rule if dtype == "float16" else "off")  #
+    scaler = gl.Scaler(rule if dtype == "float16" else "off", retries=True)  #
     policy = gl.Policy(f"params=float32,compute={dtype},output=float32")  #
 
     @jax.jit

@@ -5,13 +5,15 @@ framework.
 """
 
 from . import formats, rules
-from ._diagnose import diagnose
-from ._replay import replay
 from ._version import __version__
-from .errors import GradliftError
-from .journal import Journal, read_journal
+from .analysis.diagnosis import diagnose
+from .analysis.replay import replay
+from .core import Cause, Limits, StepResult, Verdict
+from .errors import GradliftError, TrainingHalted
+from .journal import Journal, Run, Step, read_journal
 from .reading import Reading
-from .verdict import Cause, StepResult, Verdict
+
+_LAZY = ("record", "Session")  # they look at every framework's runs, so they come when asked for
 
 __all__ = [
     "formats",
@@ -20,10 +22,24 @@ __all__ = [
     "Verdict",
     "Cause",
     "StepResult",
+    "Limits",
     "Journal",
     "read_journal",
+    "Run",
+    "Step",
     "replay",
     "diagnose",
+    "record",
+    "Session",
     "GradliftError",
+    "TrainingHalted",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        from . import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,10 @@
-"""One family of errors: `except gradlift.GradliftError` catches all that gradlift raises."""
+"""The errors that gradlift raises: `except gradlift.GradliftError` catches all of them."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
 
 
 class GradliftError(Exception):
@@ -16,28 +20,58 @@ class GradliftError(Exception):
 
 
 class SettingsError(GradliftError, ValueError):
-    """A setting, or a text that names a rule, that cannot work; the message says why."""
+    """A setting, or a text that names a rule, is invalid; the message has the reason."""
 
 
 class StateError(GradliftError, ValueError):
-    """A loaded state that is damaged or belongs to another rule. Nothing was changed."""
+    """A loaded state is damaged or belongs to another rule. Nothing was changed."""
 
 
 class JournalError(GradliftError, ValueError):
-    """A file that is not a journal, or one written by a later gradlift."""
+    """A file is not a journal, or was written by a later version of gradlift."""
 
 
 class MisuseError(GradliftError, RuntimeError):
-    """Calls in an order that cannot work; the message names the call that is missing."""
+    """Calls came in the wrong order; the message names the call that is missing."""
 
 
 class RankError(MisuseError):
-    """Ranks that must act together cannot: they differ, or one of them no longer answers."""
+    """Ranks could not agree on a step: they differ, or one of them ended or hangs."""
 
 
 class TrainingHalted(GradliftError, RuntimeError):
-    """A limit set by the user was reached: training was stopped before it wasted more steps."""
+    """A limit set by the user was reached, so training was stopped.
+
+    >>> import gradlift
+    >>> try:
+    ...     raise TrainingHalted("3 steps in a row were skipped")
+    ... except gradlift.GradliftError as why:
+    ...     print(why)
+    3 steps in a row were skipped
+    """
 
 
 class JournalWarning(UserWarning):
-    """A journal was readable only in part (cut off, empty, a damaged line)."""
+    """A journal could be read or written only in part."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns with the line of the user's code that called gradlift, or that called the framework.
+
+    >>> with warnings.catch_warnings(record=True) as seen:
+    ...     warnings.simplefilter("always")
+    ...     warn("the scale held")
+    >>> str(seen[0].message)
+    'the scale held'
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _package(frame) in _PASSED:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+_PASSED = {"gradlift", "torch", "jax", "keras", "tensorflow", "mxnet"}
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

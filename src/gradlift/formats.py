@@ -1,4 +1,4 @@
-"""Number formats: a few facts each, every limit derived.
+"""Number formats: a few facts each, from which every limit is derived.
 
 >>> from gradlift.formats import FP16
 >>> FP16.max, FP16.smallest_normal == 2**-14, FP16.smallest_subnormal == 2**-24
@@ -9,10 +9,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import SettingsError
+
+
+class Shares(NamedTuple):
+    """Shares of elements that a format flushes to zero, holds as subnormal, or overflows."""
+
+    flushed: float
+    subnormal: float
+    overflowed: float
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,23 @@ class Format:
         return (1 << self.exponent_bits) - (2 if self.has_infinity else 1) - self.bias
 
     @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 1 - self.bias
+
+    @property
+    def flushed_below(self) -> int:
+        """Numbers with an exponent below this one are all rounded to zero.
+
+        In the binade just below the smallest subnormal number only the lower end, a tie, is rounded
+        to zero; the other numbers are rounded up.
+
+        >>> FP16.flushed_below
+        -25
+        """
+        return self.min_exponent - self.mantissa_bits - 1
+
+    @property
     def max(self) -> float:
         """Largest finite number."""
         last_steps = 1 if self.has_infinity else 2  # all-ones mantissa at the top is NaN in FP8
@@ -55,8 +82,8 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """Below it precision is lost bit by bit."""
-        return float(2.0 ** (1 - self.bias))
+        """Smaller numbers are held with fewer bits."""
+        return float(2.0**self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float:
@@ -81,6 +108,38 @@ class Format:
         # A tie goes to the even mantissa: beyond the range in IEEE formats, back to max in FP8.
         return abs(x) >= halfway if self.has_infinity else abs(x) > halfway
 
+    def headroom(self, x: float) -> float:
+        """Bits between |x| and the largest number; NaN for 0, inf and NaN.
+
+        >>> FP16.headroom(65504 / 4)
+        2.0
+        """
+        return math.log2(self.max / abs(x)) if 0 < abs(x) < math.inf else math.nan
+
+    def shares(
+        self, counts: Mapping[int, int], elements: int | None = None, shift: int = 0
+    ) -> Shares:
+        """Shares of elements counted by exponent, floor(log2|x|), after multiplication by 2^shift.
+
+        Shares are of `elements`, or of those counted. Numbers above the largest one, but in its
+        binade, count as held: the exponent does not distinguish them.
+
+        >>> FP16.shares({-30: 1, -24: 1, 0: 1, 16: 1})
+        Shares(flushed=0.25, subnormal=0.25, overflowed=0.25)
+        """
+        flushed = subnormal = overflowed = 0
+        flushed_below, min_exponent = self.flushed_below - shift, self.min_exponent - shift
+        max_exponent = self.max_exponent - shift
+        for exponent, n in counts.items():
+            if exponent < flushed_below:
+                flushed += n
+            elif exponent < min_exponent:
+                subnormal += n
+            elif exponent > max_exponent:
+                overflowed += n
+        whole = max(1, sum(counts.values()) if elements is None else elements)
+        return Shares(flushed / whole, subnormal / whole, overflowed / whole)
+
     def __str__(self) -> str:
         return self.name.lower()
 
@@ -96,7 +155,7 @@ ALL = (FP64, FP32, BF16, FP16, E5M2, E4M3)
 
 
 def find(name: str) -> Format:
-    """The format called `name`, in any case; `float16` and the like are understood.
+    """The format called `name`, in any case; names such as `float16` work too.
 
     >>> find("float16") is FP16, find("e4m3") is E4M3
     (True, True)

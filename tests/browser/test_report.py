@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from gradlift import Cause, Verdict, report
-from gradlift._diagnose import Finding
+from gradlift.analysis.diagnosis import Finding
 from gradlift.journal import Event, Run, Sample, Step
-from gradlift.report import _html
+from gradlift.report import page as _html
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -9,8 +9,6 @@ from gradlift.rules import ScaleState
 
 EVERY = [
     *rules.PRESETS,
-    "logmax",
-    "histogram",
     "static:8",
     "backoff:growth_interval=3,hysteresis=3,hysteresis_refill=streak,tolerance=0.2",
     "backoff:growth_interval=2,recover_below=64,recover_interval=1",
@@ -34,7 +32,6 @@ def trace(seed=0):
             amax=amax,
             loss_nonfinite=bool(kind == 5),
             checked=bool(kind != 6),
-            near_max_share=float(np.float32(rng.choice([0, 1e-8, 1e-3, math.nan]))),
             probe_amax=float(np.float32(2.0 ** rng.normal(2, 8))) if kind == 7 else math.nan,
         )
 
@@ -60,7 +57,6 @@ def check(text, xp, array, jit=lambda f: f):
             loss_nonfinite=array(reading.loss_nonfinite, "bool"),
             checked=array(reading.checked, "bool"),
             norm=array(reading.norm, "float32"),
-            near_max_share=array(reading.near_max_share, "float32"),
             probe_amax=array(reading.probe_amax, "float32"),
         )
         after = step(state, r)

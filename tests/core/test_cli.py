@@ -1,16 +1,20 @@
 """The command line, run as a user runs it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from gradlift import Verdict
+from gradlift.cli._group import gradlift as group
 from gradlift.cli._status import Status
 from gradlift.journal import Journal, Step
 
 SCRIPT = Path(sys.executable).parent / "gradlift"
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 def gradlift(*arguments, by=(str(SCRIPT),)):
@@ -21,6 +25,23 @@ def gradlift(*arguments, by=(str(SCRIPT),)):
 def test_help_and_version(by):
     assert "demo" in gradlift("--help", by=by).stdout
     assert gradlift("--version", by=by).stdout.startswith("gradlift, version")
+
+
+def test_the_page_names_every_command_and_option_and_no_others():
+    context = click.Context(group)
+    names = group.list_commands(context)
+    commands = [group, *(group.get_command(context, name) for name in names)]
+    options = {"-h", "--help"} | {
+        opt
+        for command in commands
+        for option in command.params
+        if isinstance(option, click.Option)
+        for opt in option.opts
+    }
+    inline = " ".join(re.findall(r"`([^`\n]+)`", PAGE.read_text()))
+    rows = re.findall(r"^\| `gradlift ([\w-]+)", PAGE.read_text(), re.M)
+    assert rows == names
+    assert set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", inline)) - {"-m", "-9"} == options
 
 
 def test_formats():

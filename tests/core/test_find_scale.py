@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from gradlift._find_scale import find_scale
+from gradlift.analysis.exponents import parameters, sampled
+from gradlift.analysis.static_scale import find_scale
+from gradlift.core import Cause, Verdict
 from gradlift.formats import FP16
-from gradlift.journal import Journal, Run, Sample, Step
-from gradlift.verdict import Cause, Verdict
+from gradlift.journal import Event, Journal, Run, Sample, Step
 
 
 def sample(step, exponents, zeros=0):
@@ -90,7 +91,7 @@ def test_the_largest_gradient_counts_even_between_samples():
     run.samples.pop(3)
     assert find_scale(run).scale == 2.0**22
     assert at(find_scale(run), 26).steps == 1 / 8
-    assert at(find_scale(run), 26).overflowing == 0.0
+    assert at(find_scale(run), 26).overflowed == 0.0
 
 
 def test_shares_of_each_format():
@@ -113,7 +114,7 @@ def test_the_edges_are_those_of_the_format():
     assert FP16.flushes(2.0**-26 * 1.5)
     assert not FP16.flushes(2.0**-25 * 1.5)
     advice = find_scale(recorded({15: 1, 0: 1}))
-    assert at(advice, 0).overflowing == 0.0
+    assert at(advice, 0).overflowed == 0.0
     assert at(advice, 0).steps == 0.0
     assert find_scale(recorded({16: 1, 0: 1})).candidates[0].scale == 2.0**-4
     assert at(find_scale(recorded({16: 1, 0: 1})), 0)[2:] == (0.5, 1.0)
@@ -127,10 +128,23 @@ def test_overflowed_steps_and_their_samples_are_left_out():
     assert find_scale(run).scale == 2.0**32
 
 
-def test_nobody_knows_whose_sample_it_is_if_two_losses_have_two_scales():
+def test_the_scale_of_a_sample_is_unknown_if_two_losses_have_two_scales():
     one = recorded({-20: 100})
     two = [s._replace(scale=2.0**8, next_scale=2.0**8, key="d") for s in one.steps]
-    assert find_scale(Run(steps=one.steps + two, samples=one.samples)).verdict == "unknown"
+    both = Run(steps=one.steps + two, samples=one.samples)
+    assert find_scale(both).verdict == "unknown"
+    assert all(not p.true for p in parameters(both))  # the report does not guess either
+    same = [s._replace(key="d") for s in one.steps]
+    assert find_scale(Run(steps=one.steps + same, samples=one.samples)).scale == 2.0**32
+
+
+def test_a_sample_of_a_retried_step_has_the_scale_of_its_try():
+    """Two samples of one number: the first is the try that overflowed, and is left out."""
+    run = recorded({-20: 100})
+    run.samples.insert(0, sample(0, {10: 100}))
+    run.events.append(Event(0, "retry", {"scale": 2.0**30}))
+    assert find_scale(run).scale == 2.0**32
+    assert [s.scale for s in sampled(run)][:2] == [2.0**30, 1.0]
 
 
 def test_a_run_that_cannot_tell():
@@ -176,5 +190,5 @@ def test_find_scale_on_a_run_without_samples_and_on_none(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     done = command(tmp_path / "empty.jsonl")
     assert done.returncode == 0
-    assert "Cannot tell." in done.stdout
+    assert "Not known." in done.stdout
     assert command(tmp_path / "nowhere").returncode == 2

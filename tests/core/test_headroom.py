@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlift import Cause, Reading, Verdict, rules
+from gradlift.core import decide
 from gradlift.errors import SettingsError, StateError
 from gradlift.rules import Headroom
-from gradlift.rules._rule import is_power_of_two
-from gradlift.verdict import decide
+from gradlift.rules.base import is_power_of_two
 
 ROOT = Path(__file__).parents[2]
 TOP = 65504.0
@@ -44,7 +44,6 @@ readings = st.builds(
     loss_nonfinite=st.sampled_from([False, False, False, True]),
     checked=st.sampled_from([True, True, True, False]),
     norm=st.just(math.nan),
-    near_max_share=st.just(math.nan),
     probe_amax=st.one_of(st.just(math.nan), magnitudes),
 )
 

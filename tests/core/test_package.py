@@ -70,6 +70,7 @@ def test_all_is_what_is_public(module):
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
+    names |= set(getattr(module, "_LAZY", ()))  # imported by whoever asks for them
     assert set(module.__all__) == names
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -92,7 +93,7 @@ def test_public_names_have_a_docstring_with_an_example(thing):
 
 
 ELSEWHERE = {"torch", "jax", "keras", "mxnet", "__main__"}  # each in the folder of its framework
-ELSEWHERE |= {"lightning", "fabric", "accelerate", "transformers", "_trainer_scaler", "apex"}
+ELSEWHERE |= {"lightning", "fabric", "accelerate", "transformers", "trainer_scaler", "apex"}
 
 
 def modules():
@@ -134,3 +135,23 @@ def test_architecture_names_only_files_that_exist():
     named = re.findall(r"`((?:src|tests|benchmarks|docs|examples)/[\w/.]+)`", text)
     assert len(named) > 10
     assert [n for n in named if not (ROOT / n).exists()] == []
+
+
+def anchors(page):
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_links_between_pages_have_a_target():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    links = [
+        (page, path, anchor)
+        for page in pages
+        for path, anchor in re.findall(r"\]\(([^)#\s:]*)#?([\w-]*)\)", page.read_text())
+    ]
+    assert len(links) > 50
+    for page, path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {path}#{anchor}"

@@ -2,12 +2,15 @@
 
 import math
 import random
+import tempfile
 
+import numpy as np
 import pytest
 
+import gradlift.numpy
 from gradlift import Cause, Journal, Reading, Verdict, read_journal, replay, rules
+from gradlift.core import decide
 from gradlift.journal import Run, Step
-from gradlift.verdict import decide
 
 
 def record(rule, peaks, dead=(), empty=()):
@@ -41,7 +44,7 @@ def noise(n, seed=0, centre=0.0):
 
 
 @pytest.mark.parametrize(
-    "rule", ["torch:growth_interval=20", "megatron:growth_interval=9", "auto", "logmax", "mxnet"]
+    "rule", ["torch:growth_interval=20", "megatron:growth_interval=9", "auto:sharp", "mxnet"]
 )
 def test_the_same_rule_gives_the_same_run(rule):
     run = record(rule, noise(2000), dead={5, 6, 700}, empty={9, 701})
@@ -76,7 +79,7 @@ def test_an_overflow_is_unknown_below_its_scale_and_certain_above():
     below, above = replay(run, "static:2^15"), replay(run, "static:2^17")
     assert [s.verdict for s in below.steps] == [None, Verdict.APPLY]
     assert below.undecided == 1
-    assert "cannot tell" in below.events[0].detail["text"]
+    assert below.events[0].detail["code"] == "undecided"
     assert [s.verdict for s in above.steps] == [Verdict.SKIP, Verdict.APPLY]
     assert replay(below, "static:2^17").undecided == 1  # what was not known stays unknown
 
@@ -95,6 +98,42 @@ def test_retries():
     assert retried.skipped == 0
     assert retried.steps[0].retries == 7
     assert retried.steps[0].scale == 2.0**9  # 64 * 2^10 = 65536 overflows
+
+
+def test_auto_is_sharp_only_with_retries():
+    run = record("static:1", noise(9))
+    assert replay(run, "auto").header["rule"] == str(rules.parse("auto:cautious"))
+    assert replay(run, "auto", retries=4).header["rule"] == str(rules.parse("auto:sharp"))
+
+
+def test_retries_are_those_of_the_core():
+    """The same tries, scales and counts as the NumPy adapter's, which computes them for real."""
+    peaks = noise(200, centre=-3)
+
+    def live(path, rule, retries):
+        with Journal(path) as journal, np.errstate(over="ignore"):
+            scaler = gradlift.numpy.Scaler(rule, journal=journal)
+            for peak in peaks:
+                step = lambda scale, peak=peak: (
+                    1.0,
+                    {"w": np.float32([peak * scale]).astype("f2")},
+                )
+                scaler.train_step(step, {"w": np.zeros(1)}, lambda w, g: None, retries=retries)
+        return read_journal(path)
+
+    for rule in ("auto:init_scale=2^-20", "dynamic:init_scale=2^24,growth_interval=20"):
+        again = replay(record("static:2^-9", peaks), rule, retries=3)
+        with tempfile.TemporaryDirectory() as folder:
+            run = live(f"{folder}/run.jsonl", rule, 3)
+        assert run.skipped == again.skipped
+        assert run.steps[0].retries > 0  # up from a scale that was too low, down from one too high
+        for a, b in zip(again.steps, run.steps, strict=True):
+            assert (a.scale, a.next_scale, a.retries, a.verdict) == (
+                b.scale,
+                b.next_scale,
+                b.retries,
+                b.verdict,
+            )
 
 
 def test_causes_survive():
@@ -132,7 +171,7 @@ def test_a_clean_step_is_clean_at_its_own_scale_however_large_its_gradients():
 @pytest.mark.parametrize("amax", [math.nan, math.inf])
 def test_a_rule_that_needs_amax_is_not_given_a_guess(amax):
     run = Run(steps=[Step(i, 8.0, 8.0, amax=amax) for i in range(5)])
-    for rule in ("histogram:init_scale=8", "auto:init_scale=8", "logmax:init_scale=8"):
+    for rule in ("auto:init_scale=8", "auto:cautious,init_scale=8"):
         again = replay(run, rule)
         assert again.undecided == 5
         assert again.steps[-1].next_scale == 8.0

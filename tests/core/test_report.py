@@ -15,17 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlift import Cause, Journal, Verdict, report
-from gradlift._diagnose import Finding
+from gradlift.analysis.diagnosis import Finding
+from gradlift.analysis.exponents import parameters
+from gradlift.analysis.totals import totals
 from gradlift.cli.compare import compare
 from gradlift.cli.replay import replay
 from gradlift.cli.report import report as report_command
 from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
 from gradlift.journal import Event, Probe, Run, Sample, Step, read_journal
-from gradlift.report import _charts, _html, _json, _text, _thinning
-from gradlift.report._modules import modules
-from gradlift.report._parameters import fate, parameters
-from gradlift.report._totals import totals
+from gradlift.report import charts as _charts
+from gradlift.report import json_report as _json
+from gradlift.report import page as _html
+from gradlift.report import text_report as _text
+from gradlift.report import thinning as _thinning
+from gradlift.report.modules import modules
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -126,7 +130,7 @@ def test_totals_of_the_story():
 def test_parameters_worst_first_and_true_exponents():
     body, head, unused = parameters(story())
     assert (body.name, head.name, unused.name) == ("body", "head", "unused")
-    assert body.fate == (0.5, 0.25, 0.0)
+    assert body.shares == (0.5, 0.25, 0.0)
     assert body.scaled == {-30: 4, -20: 4, -3: 4}
     # The scale was 2^16 at step 0 and 2^15 at step 20.
     assert body.true == {-46: 2, -45: 2, -36: 2, -35: 2, -19: 2, -18: 2}
@@ -135,11 +139,11 @@ def test_parameters_worst_first_and_true_exponents():
 
 
 @pytest.mark.parametrize("format", [FP16, BF16, E5M2, E4M3], ids=str)
-def test_fate_is_what_rounding_does(format):
+def test_shares_are_what_rounding_does(format):
     """Three quarters into a binade, where no tie is near, a format's own rounding decides."""
     for exponent in range(-140, 128):
         value = 1.75 * 2.0**exponent
-        shares = fate({exponent: 1}, 1, format)
+        shares = format.shares({exponent: 1})
         assert shares.flushed == format.flushes(value)
         subnormal = not format.flushes(value) and value < format.smallest_normal
         assert shares.subnormal == subnormal
@@ -186,7 +190,7 @@ def test_page_of_the_story():
         'class="finding broken"',
         "Look for a division or a log in the loss.",
         "first nan in the forward pass: the output of body.norm",
-        "a later process went on",
+        "a later process continued the run",
         "train.py --lr 3e-4",
         "2.13.0",
     ):
@@ -393,7 +397,7 @@ def test_report_command_on_bad_input(recorded, tmp_path):
         invoke(report_command, recorded, "-o", tmp_path / "no" / "folder" / "x.html")
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.warns(JournalWarning, match="without a single line"):
+    with pytest.warns(JournalWarning, match="it has no line"):
         invoke(report_command, empty)
     assert "Nothing was recorded" in (tmp_path / "empty.html").read_text(encoding="utf-8")
 
@@ -420,7 +424,7 @@ def test_replay_command(recorded):
     rows = [line.split() for line in done.splitlines()]
     assert ["skipped", "0", "0"] in rows
     assert ["first", "scale", "2^10", "2^20"] in rows
-    assert "They part at step 0." in done
+    assert "They differ from step 0 on." in done
     assert "the same at every step" in invoke(replay, recorded, "--rule", "static:2^10").output
     rows = [r.split() for r in invoke(replay, recorded, "--rule", "static:2^30").output.split("\n")]
     assert ["skipped", "0", "20"] in rows

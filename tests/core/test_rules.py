@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradlift import Reading, rules
 from gradlift.errors import GradliftError, SettingsError, StateError
-from gradlift.rules import Backoff, Headroom, Histogram, LogMax, Off, Static
+from gradlift.rules import Backoff, Headroom, Off, Static
 
 CLEAN = Reading(nonfinite=False, amax=1.0)
 OVERFLOW = Reading(nonfinite=True, amax=math.inf)
@@ -70,13 +70,7 @@ def test_backoff_refuses(settings, complaint):
         (lambda: Headroom(leak=0), "leak"),
         (lambda: Headroom(format="fp16"), "gradlift.formats.Format"),
         (lambda: Headroom(init_scale=3), "not a power of two"),
-        (lambda: LogMax(mean_window=0), "mean_window"),
-        (lambda: LogMax(deviations=-1), "deviations"),
-        (lambda: LogMax(deviations=17), "at most 16"),
-        (lambda: Histogram(max_share=1.5), "share"),
         (lambda: rules.parse("fairseq:tolerance=abc"), "share"),
-        (lambda: rules.parse("histogram:max_share=none"), "share"),
-        (lambda: Histogram(band_bits=-1), "band_bits"),
         (lambda: rules.preset("megatron", histeresis=2), "no setting 'histeresis'"),
         (lambda: rules.preset("off", scale=2), "it has none"),
         (lambda: rules.parse("deepsped"), "did you mean 'deepspeed'"),
@@ -95,7 +89,7 @@ def test_refusals_say_why(make, complaint):
     assert isinstance(caught.value, GradliftError)
 
 
-@pytest.mark.parametrize("name", [*rules.PRESETS, "logmax", "histogram", "off", "static"])
+@pytest.mark.parametrize("name", [*rules.PRESETS, "off", "static"])
 def test_text_form_of_every_preset_parses_back(name):
     rule = rules.preset(name)
     assert rules.parse(name) == rule
@@ -230,32 +224,6 @@ def test_headroom_listens_to_probes():
     seen = Reading(nonfinite=False, amax=1.0, probe_amax=64.0)
     assert scales(rule, [seen]) == [2.0**8]
     assert scales(rule, [seen._replace(probe_amax=math.nan)]) == [2.0**14]
-
-
-def test_logmax_recovers_from_an_overflow():
-    rule = LogMax()
-    calm = [Reading(nonfinite=False, amax=2.0**-4 * 2.0**14)] * 2000
-    state = rule.init()
-    for _ in calm:  # amax as scaled by whatever the scale is
-        state = rule.advance(state, Reading(nonfinite=False, amax=2.0**-4 * state.scale))
-    assert state.scale == 2.0**14
-    state = rule.advance(state, OVERFLOW)
-    back = 0
-    while state.scale < 2.0**14 and back < 5000:
-        state = rule.advance(state, Reading(nonfinite=False, amax=2.0**-4 * state.scale))
-        back += 1
-    assert back < 400  # the original: 11,533
-
-
-def test_histogram_has_a_dead_band():
-    near = 65504 / 8
-    rule = Histogram(init_scale=8)
-    hold = Reading(nonfinite=False, amax=near, near_max_share=0.0)
-    assert scales(rule, [hold]) == [8]
-    assert scales(rule, [hold._replace(amax=near / 4)]) == [16]
-    assert scales(rule, [hold._replace(near_max_share=1e-6)]) == [4]
-    assert scales(rules.preset("popart", init_scale=8), [hold]) == [16]
-    assert scales(rule, [Reading(nonfinite=False, amax=near * 2)]) == [4]  # no share taken
 
 
 # State

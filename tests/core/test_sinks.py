@@ -88,7 +88,7 @@ def test_a_sink_that_fails_is_dropped_with_one_warning(fails_at, tmp_path):
         warnings.simplefilter("always")
         record(tmp_path / "run.jsonl", [bad, good])
     assert [(w.category, str(w.message)) for w in caught] == [
-        (UserWarning, "Recording is told no more of this run: OSError: disk full")
+        (UserWarning, "Recording gets no more records of this run: OSError: disk full")
     ]
     assert without_time(tmp_path / "run.jsonl") == without_time(tmp_path / "alone.jsonl")
     assert len(good.told) == 7

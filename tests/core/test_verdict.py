@@ -5,8 +5,8 @@ import math
 import pytest
 
 from gradlift import Cause, Reading, StepResult, Verdict, rules
+from gradlift.core import Limits, decide, explain_halt
 from gradlift.errors import SettingsError
-from gradlift.verdict import Limits, decide, explain_halt
 
 CLEAN = Reading(nonfinite=False, amax=1.0)
 OVERFLOW = Reading(nonfinite=True, amax=math.inf)

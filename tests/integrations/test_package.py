@@ -23,7 +23,7 @@ def module(name):
     return importlib.import_module(f"gradlift.integrations.{name}")
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, "_trainer_scaler", "_versions"])
+@pytest.mark.parametrize("name", [*TRAINERS, "trainer_scaler", "versions"])
 def test_docstring_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "transformers":

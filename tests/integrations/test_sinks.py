@@ -291,7 +291,7 @@ def test_all_sinks_beside_one_journal(tmp_path):
 
 def test_a_store_that_cannot_be_reached_does_not_stop_training(tmp_path):
     (tmp_path / "store").write_text("not a folder")
-    with pytest.warns(UserWarning, match="MLflow is told no more of this run"):
+    with pytest.warns(UserWarning, match="MLflow gets no more records of this run"):
         record("run.jsonl", [MLflow(tracking_uri=(tmp_path / "store").as_uri())])
     assert len(read_journal("run.jsonl").steps) == 4
 

@@ -82,6 +82,7 @@ def one_bad_shard_skips_all():
         after = step(params, state, scaler, BAD)
         assert same(jax.tree.leaves(after[:2]), before), name
         assert int(after[3].cause) == Cause.OVERFLOW, name
+        assert [c.described for c in after[3].culprits] == ["w (inf)"], name
         assert float(after[2].state.scale) == 8, name
         after = step(params, state, scaler, DEAD)
         assert int(after[3].cause) == Cause.LOSS_NONFINITE, name

@@ -14,16 +14,17 @@ from hypothesis.extra import numpy as arrays
 import gradlift.jax as gl
 import gradlift.numpy
 from gradlift.errors import MisuseError, SettingsError, StateError
-from gradlift.jax import _inspect
+from gradlift.jax import finite_checking
 
-WAYS = {"confirmed": _inspect._confirmed, "side by side": _inspect._side_by_side}
+WAYS = {"confirmed": finite_checking._confirmed, "side by side": finite_checking._side_by_side}
 SMALLEST_NORMAL = 2.0**-126
 
 
 def look(leaves, scale, way):
-    """As `_inspect.look` does, by one way or the other."""
-    nonfinite, norm = jax.jit(WAYS[way])(leaves, jnp.float32(1 / scale))
-    return bool(nonfinite), float(jnp.where(nonfinite, jnp.nan, norm))
+    """As `finite_checking.look` does, by one way or the other."""
+    kinds, norm = jax.jit(WAYS[way])(leaves, jnp.float32(1 / scale))
+    nonfinite = bool(kinds.any())
+    return nonfinite, math.nan if nonfinite else float(norm), kinds.tolist()
 
 
 def true_norm(leaves, scale):
@@ -56,8 +57,12 @@ def test_the_look_is_numpys(way, data, exponent):
     scale = 2.0**exponent
     with np.errstate(all="ignore"):
         told = gradlift.numpy.inspect(dict(zip("ab", data, strict=True)), scale)
-    nonfinite, norm = look([jnp.asarray(x) for x in data], scale, way)
+    nonfinite, norm, kinds = look([jnp.asarray(x) for x in data], scale, way)
     assert nonfinite == told.nonfinite
+    for x, kind in zip(data, kinds, strict=True):
+        with np.errstate(all="ignore"):
+            used = np.concatenate([x.ravel(), x.ravel() * np.float32(1 / scale)])
+        assert kind == (2 if np.isnan(x).any() else int(np.isinf(used).any()))
     if nonfinite:
         assert math.isnan(norm)
         return
@@ -74,7 +79,7 @@ def test_the_look_is_numpys(way, data, exponent):
 def test_no_bad_element_is_overlooked(dtype, shape):
     """XLA's maximum on the CPU loses NaN; the check does not rest on it."""
     rng = np.random.default_rng(0)
-    check = jax.jit(lambda g: _inspect.look([g, jnp.ones(3)], 1.0, amax=True))
+    check = jax.jit(lambda g: finite_checking.look([g, jnp.ones(3)], 1.0, amax=True))
     for bad in (np.nan, np.inf, -np.inf):
         for _ in range(5):
             g = rng.standard_normal(shape).astype(np.float32)
@@ -89,7 +94,7 @@ def test_no_bad_element_is_overlooked(dtype, shape):
 
 
 def test_float16_squares_are_summed_in_float32():
-    seen = _inspect.look([jnp.full(16, 30000.0, jnp.float16)], 0.5, amax=False)
+    seen = finite_checking.look([jnp.full(16, 30000.0, jnp.float16)], 0.5, amax=False)
     assert float(seen.norm) == pytest.approx(60000.0, rel=1e-6)
 
 
@@ -186,7 +191,7 @@ def test_states_that_cannot_be_skipped_or_loaded():
         ({"scale": -1.0}, "scale is -1.0"),
         ({"scale": "8"}, "expected a number"),
         ({"_growth_tracker": 1.5}, "clean is 1.5"),
-        ({"gradlift": {**own, "rule": "headroom"}}, "saved by the rule 'headroom'"),
+        ({"gradlift": {**own, "rule": "headroom"}}, "saved with the rule 'headroom'"),
         ({"gradlift": {**own, "schema": 99}}, "unknown schema"),
         ({"gradlift": {k: v for k, v in own.items() if k != "skips"}}, "lacks 'skips'"),
     ]:

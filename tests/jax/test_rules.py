@@ -19,7 +19,7 @@ def test_rules_give_the_same_bits_jitted(rule):
     exact.check(rule, jnp, lambda x, kind: jnp.asarray(x, kind), jax.jit)
 
 
-@pytest.mark.parametrize("rule", ["dynamic", "auto", "logmax"])
+@pytest.mark.parametrize("rule", ["dynamic", "auto"])
 def test_rules_give_the_same_bits_eager(rule, monkeypatch):
     monkeypatch.setattr(exact, "STEPS", 60)
     exact.check(rule, jnp, lambda x, kind: jnp.asarray(x, kind))

@@ -1,5 +1,7 @@
 """LossScaleOptimizer against the suite that every adapter passes, as each backend runs it."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -7,8 +9,7 @@ from conformance.suite import *  # noqa: F403
 from keras import ops
 
 from gradlift import Cause
-from gradlift.keras import LossScaleOptimizer
-from gradlift.rules import parse
+from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 BACKEND = keras.backend.backend()
 
@@ -16,19 +17,44 @@ BACKEND = keras.backend.backend()
 class Stateful:
     """`apply`, called from Python."""
 
-    def __init__(self, rule, **limits):
+    def __init__(self, rule, journal=None, **limits):
         self.params = {n: keras.Variable(np.ones(k, np.float32)) for n, k in (("a", 4), ("b", 2))}
-        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=parse(rule), **limits)
+        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule, **limits)
         self.optimizer.build(list(self.params.values()))
+        self.logger = None
+        if journal is not None:
+            self.logger = ScaleLogger(journal)
+            self.logger.set_model(SimpleNamespace(optimizer=self.optimizer, steps_per_execution=1))
+            self.logger.on_train_begin()
+            self.logger.on_epoch_begin(0)
 
     def step(self, loss, grads):
         self.move(np.float32(loss), {n: np.float32(g) for n, g in grads.items()})
-        result = self.optimizer.result
+        self.optimizer.enforce()
+        result = self.result
         params = {n: ops.convert_to_numpy(p.value) for n, p in self.params.items()}
         scale = float(self.optimizer.dynamic_scale.value)
         if result is None:  # the rule is off
             return True, Cause.NONE, scale, params
         return result.stepped, result.cause, scale, params
+
+    @property
+    def result(self):
+        return self.optimizer.result
+
+    @property
+    def skipped_steps(self):
+        return self.optimizer.skipped_steps
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, data):
+        self.optimizer.load_state_dict(data)
+
+    def close(self):
+        if self.logger is not None:
+            self.logger.on_train_end()
 
     def move(self, loss, grads):
         scale = self.scaled(loss)
@@ -47,10 +73,10 @@ class Function(Stateful):
 
     jit_compile = False
 
-    def __init__(self, rule, **limits):
+    def __init__(self, rule, journal=None, **limits):
         import tensorflow as tf
 
-        super().__init__(rule, **limits)
+        super().__init__(rule, journal, **limits)
         plain = super().move
         self.compiled = tf.function(
             lambda loss, grads: plain(loss, grads), jit_compile=self.jit_compile
@@ -60,7 +86,6 @@ class Function(Stateful):
         import tensorflow as tf
 
         self.compiled(tf.constant(loss), {n: tf.constant(g) for n, g in grads.items()})
-        self.optimizer.enforce()
 
 
 class Compiled(Function):
@@ -72,10 +97,10 @@ class Stateless(Stateful):
 
     sees_loss = False
 
-    def __init__(self, rule, **limits):
+    def __init__(self, rule, journal=None, **limits):
         import jax
 
-        super().__init__(rule, **limits)
+        super().__init__(rule, journal, **limits)
 
         def one(held, weights, grads):
             scale = held[next(i for i, v in enumerate(self.optimizer.variables) if v is own)]
@@ -92,7 +117,6 @@ class Stateless(Stateful):
         weights, held = self.compiled(held, [v.value for v in variables], grads)
         for variable, value in zip([*variables, *self.optimizer.variables], [*weights, *held]):
             variable.assign(value)
-        self.optimizer.enforce()
 
 
 # TensorFlow without a graph is what the stories drive step by step.

@@ -1,13 +1,16 @@
 """Saved, loaded, gone on: the same class, the same rule, the same bits."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
 from line import HUGE, NAN, bits, fit, lifted, line, output, weights
 
+import gradlift.numpy
 from gradlift import Cause, rules
-from gradlift.errors import StateError
+from gradlift.errors import MisuseError, StateError
 from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -193,6 +196,50 @@ def test_damage_is_refused_and_nothing_changes(name, value, said):
     before = bits(optimizer.variables)
     with pytest.raises(StateError, match=said):
         optimizer.load_own_variables(store)
+    assert bits(optimizer.variables) == before
+
+
+def test_a_state_of_another_adapter_is_loaded_and_back():
+    """One layout for all: NumPy's scaler stands for the others."""
+
+    def made():
+        optimizer = LossScaleOptimizer(SGD(1.0), rule="dynamic:growth_interval=2")
+        w = keras.Variable(np.zeros(1, np.float32))
+        optimizer.build([w])
+        return optimizer, w
+
+    def steps(optimizer, w, *grads):
+        for g in grads:
+            scaled = optimizer.scale_loss(np.float32(1))
+            optimizer.apply([ops.convert_to_tensor(np.float32([g])) * scaled], [w])
+
+    ours, w = made()
+    steps(ours, w, 1, np.inf, 1, np.inf, 1)
+    peer = gradlift.numpy.Scaler("dynamic:growth_interval=2")
+    peer.load_state_dict(ours.state_dict())
+    assert (peer.get_scale(), peer.steps, peer.skipped_steps) == (2.0**14, 5, 2)
+    assert peer.state_dict() == ours.state_dict()
+    again, v = made()
+    steps(again, v, 1, 1, 1, 1)
+    again.load_state_dict(json.loads(json.dumps(peer.state_dict())))
+    assert again.state_dict() == ours.state_dict()
+    assert (again.get_scale(), again.skipped_steps, again.result) == (2.0**14, 2, None)
+    again.enforce()  # nothing of the steps before
+    for optimizer, weight in ((ours, w), (again, v)):
+        steps(optimizer, weight, 1, np.inf)
+    assert again.state_dict() == ours.state_dict()
+    assert (again.result.cause, again.result.scale) == (Cause.OVERFLOW, 2.0**15)
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    optimizer = LossScaleOptimizer(SGD(1.0), rule="dynamic")
+    with pytest.raises(MisuseError, match="before build"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.build([keras.Variable(np.zeros(1, np.float32))])
+    before, data = bits(optimizer.variables), optimizer.state_dict()
+    for broken in (None, {}, {**data, "scale": np.nan}, gradlift.numpy.Scaler("auto").state_dict()):
+        with pytest.raises(StateError):
+            optimizer.load_state_dict(broken)
     assert bits(optimizer.variables) == before
 
 

@@ -25,7 +25,9 @@ from line import (
 )
 
 from gradlift import Cause, Journal, Verdict, read_journal, rules
+from gradlift.core import Limits
 from gradlift.errors import SettingsError, TrainingHalted
+from gradlift.journal import Recorder, set_current
 from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
@@ -463,17 +465,23 @@ class HalfLoss(keras.Sequential):
         return ops.cast(ops.mean(y_pred), "float16")
 
 
-def test_a_float16_loss_carries_two_to_the_fifteen():
+def test_a_float16_loss_carries_two_to_the_fifteen(tmp_path):
     """Backward casts the scale itself to float16: one of 2^20 would be inf."""
     optimizer = lifted(rule="dynamic:init_scale=2^20,growth_interval=2")
     model = HalfLoss(line(optimizer).layers)
     model.compile(optimizer, **PLAIN)
-    fit(model, 0.5, 0.25)
-    assert weights(model) == [-0.75]
+    fit(model, 0.5, 0.25, 0.5, 0.25, callbacks=[ScaleLogger(tmp_path / "run.jsonl")])
+    assert weights(model) == [-1.5]
     assert optimizer.skipped_steps == 0
     assert optimizer.result.scale == 2.0**15
-    assert optimizer.result.notes == ("loss computed in float16",)
-    assert str(optimizer.result).endswith("norm 0.25; loss computed in float16")
+    assert [note.code for note in optimizer.result.notes] == ["half-loss"]
+    assert str(optimizer.result).endswith(
+        "norm 0.25; loss computed in float16: its scale is capped at 2^15"
+    )
+    steps = read_journal(tmp_path / "run.jsonl").steps
+    assert [(s.scale, s.next_scale) for s in steps] == [(2.0**15, 2.0**15)] * 4
+    (note,) = read_journal(tmp_path / "run.jsonl").events
+    assert (note.what, note.step, note.detail["code"]) == ("note", 0, "half-loss")
 
 
 def test_the_scaled_loss_is_wide():
@@ -534,9 +542,11 @@ def test_limits_stop_a_run_that_only_skips(every, tmp_path):
     looked = {1: 4, 8: 8}[every] if BACKEND != "torch" else 4  # torch need not look
     assert optimizer.record.steps == len(read_journal(tmp_path / "run.jsonl").steps) == looked
     assert weights(model) == [-0.5 * (looked - 3)]
-    *skips, halt = read_journal(tmp_path / "run.jsonl").events
-    assert [e.what for e in skips] == ["skip"] * 3
-    assert "3 steps in a row" in halt.detail["text"]
+    run = read_journal(tmp_path / "run.jsonl")
+    verdicts = [Verdict.APPLY, Verdict.SKIP, Verdict.SKIP, Verdict.HALT]
+    assert [s.verdict for s in run.steps] == verdicts + [Verdict.APPLY] * (looked - 4)
+    assert [(e.what, e.step) for e in run.events] == [("skip", 1), ("skip", 2), ("halt", 3)]
+    assert run.events[-1].detail["culprits"] == ["line/w/kernel (nan)"]
 
 
 def test_limits_at_the_floor():
@@ -547,9 +557,71 @@ def test_limits_at_the_floor():
         model = line(lifted(rule=rule, on_floor="raise"))
         fit(model, *rows, callbacks=[ScaleLogger(every=8)])
     model = line(lifted(rule=rule, on_floor="warn"))
-    with pytest.warns(UserWarning, match="smallest scale, 2: .* gradient: line/w/kernel"):
+    with pytest.warns(UserWarning, match=r"smallest scale, 2\^1: .* gradient: line/w/kernel"):
         fit(model, *rows, callbacks=[ScaleLogger(every=8)])
     assert weights(model) == [-1.5]
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if "steps_per_execution" not in how], ids=str)
+def test_every_step_is_concluded_once(how, tmp_path):
+    """By `apply`, in Python, or by the logger; with two loggers and a run around them."""
+    optimizer = lifted(max_consecutive_skips=1, on_floor="warn")
+    model = line(optimizer, **how)
+    with Journal(tmp_path / "around.jsonl") as around:
+        set_current(Recorder(around))
+        try:
+            loggers = [ScaleLogger(tmp_path / f"{n}.jsonl", every=n) for n in (1, 5)]
+            fit(model, 0.5, HUGE, 0.5, callbacks=loggers)
+            with pytest.raises(TrainingHalted, match="2 steps in a row were skipped, since step 4"):
+                fit(model, 0.5, HUGE, HUGE, callbacks=loggers)
+        finally:
+            set_current(None)
+    for name in ("1", "5", "around"):
+        run = read_journal(tmp_path / f"{name}.jsonl")
+        assert [s.step for s in run.steps] == [0, 1, 2, 3, 4, 5], name
+        events = [(e.what, e.step) for e in run.events if e.what not in ("resume", "note")]
+        assert events == [("skip", 1), ("skip", 4), ("halt", 5)], name
+        assert {s.key for s in run.steps} == {""}
+        assert run.header["framework"] == "keras"
+        assert run.header["parameters"] == {"line/w/kernel": 1}
+    assert optimizer.result.verdict is Verdict.HALT
+
+
+def test_a_compiled_loop_enforces_what_it_skipped_over():
+    """`enforce` concludes all steps since the last call, not the last one alone."""
+    w = variable(0)
+    optimizer = LossScaleOptimizer(SGD(1.0), rule="static:8")
+    optimizer.build([w])
+    for g in (1, NAN, NAN, 1):
+        step(optimizer, [w], [g])
+    optimizer.limits = Limits(max_consecutive_skips=1)
+    with pytest.raises(TrainingHalted, match="since step 1"):
+        optimizer.enforce()
+    optimizer.enforce()  # each step once
+
+
+def test_a_fit_that_was_interrupted_leaves_nothing_behind(tmp_path):
+    """Its last steps are recorded when it goes on; a new logger takes over from an old one."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise KeyboardInterrupt
+
+    model = line(lifted())
+    first = ScaleLogger(tmp_path / "first.jsonl", every=8)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, *[0.5] * 5, callbacks=[first, Stop()])
+    done = model.optimizer.record.steps
+    fit(model, 0.5, callbacks=[first])
+    found = [s.step for s in read_journal(tmp_path / "first.jsonl").steps]
+    assert found == list(range(done + 1))
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, *[0.5] * 5, callbacks=[first, Stop()])
+    before = len(read_journal(tmp_path / "first.jsonl").steps)
+    fit(model, 0.5, 0.5, callbacks=[ScaleLogger(tmp_path / "second.jsonl")])
+    assert len(read_journal(tmp_path / "first.jsonl").steps) == before
+    assert len(read_journal(tmp_path / "second.jsonl").steps) == 2
 
 
 def test_limits_in_a_loop_of_ones_own():
@@ -598,6 +670,7 @@ def test_steps_that_nobody_could_see_are_told(tmp_path):
     run = read_journal(tmp_path / "run.jsonl")
     assert [s.step for s in run.steps] == list(range(6, 70))
     assert run.events[0].detail["text"].startswith("6 steps ran unseen")
+    assert run.events[0].detail["code"] == "unseen"
 
 
 def test_looking_changes_nothing(tmp_path):

@@ -1,62 +1,103 @@
-"""gradlift.mxnet against the suite that every adapter passes, in the ways Gluon is used."""
+"""gradlift.mxnet against the suites that every adapter passes, in the ways Gluon is used."""
 
 import mxnet as mx
 import numpy as np
 import pytest
+from conformance.records import *  # noqa: F403
 from conformance.suite import *  # noqa: F403
 from mxnet import autograd, gluon, nd
 
+from gradlift import Journal
 from gradlift.mxnet import init_trainer, scale_loss, unscale
-from gradlift.rules import parse
 
 
 class Given(autograd.Function):
-    """A loss and its gradients, as told."""
+    """A loss and its gradients, as given."""
 
-    def __init__(self, loss, grads):
+    def __init__(self, loss, grads, dtype):
         super().__init__()
-        self.loss, self.grads = loss, grads
+        self.loss, self.grads, self.dtype = loss, grads, dtype
 
     def forward(self, *weights):
-        return nd.array([self.loss], ctx=weights[0].context)
+        return nd.array([self.loss], ctx=weights[0].context, dtype=self.dtype)
 
     def backward(self, scale):
+        scale = scale.astype("float32")
         return tuple(nd.array(g, ctx=scale.context) * scale for g in self.grads)
 
 
 class OneDevice:
     """float32 weights that are used in float16."""
 
+    adapter = framework = "mxnet"
+    CANNOT = {
+        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
+        "retries": "trainer.step sees one backward pass, not the batch",
+    }
     devices = [mx.cpu(0)]
     kvstore = "device"
     dtype = "float32"
     optimizer = {"learning_rate": 1.0}
 
-    def __init__(self, rule, **limits):
+    def __init__(self, rule, journal=None, **limits):
         self.params = {n: gluon.Parameter(n, shape=k, dtype=self.dtype) for n, k in SHAPES}
         for p in self.params.values():
             p.initialize(mx.init.One(), ctx=self.devices)
         self.trainer = gluon.Trainer(
             list(self.params.values()), "sgd", dict(self.optimizer), kvstore=self.kvstore
         )
-        self.scaler = init_trainer(self.trainer, parse(rule), **limits)
+        self.journal = None if journal is None else Journal(journal)
+        self.scaler = init_trainer(self.trainer, rule, journal=self.journal, **limits)
 
     def step(self, loss, grads):
-        with autograd.record():
-            losses = [self.loss(loss, grads, device) for device in self.devices]
-            with scale_loss(losses, self.trainer) as scaled:
-                if grads:
-                    autograd.backward(scaled)
+        return self.window([(loss, grads)])
+
+    def half(self, loss, grads):
+        return self.window([(loss, grads)], "float16")
+
+    def window(self, batches, dtype="float32"):
+        for p in self.params.values():
+            p.grad_req = "write" if len(batches) == 1 else "add"
+        for loss, grads in batches:
+            with autograd.record():
+                losses = [self.loss(loss, grads, device, dtype) for device in self.devices]
+                with scale_loss(losses, self.trainer) as scaled:
+                    if grads:
+                        autograd.backward(scaled)
         self.finish()
+        if len(batches) > 1:
+            for p in self.params.values():
+                p.zero_grad()
         result = self.scaler.result
         return result.stepped, result.cause, self.scaler.get_scale(), self.weights()
 
-    def loss(self, loss, grads, device):
+    @property
+    def result(self):
+        return self.scaler.result
+
+    @property
+    def skipped_steps(self):
+        return self.scaler.skipped_steps
+
+    def state_dict(self):
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, data):
+        self.scaler.load_state_dict(data)
+
+    def close(self):
+        if self.journal is not None:
+            self.journal.close()
+
+    def loss(self, loss, grads, device, dtype):
         if not grads:
-            return nd.array([loss], ctx=device)
-        weights = [self.params[n].data(device) for n in grads]
-        halves = [w.astype("float16").astype("float32") for w in weights]
-        return Given(loss, list(grads.values()))(*halves)
+            return nd.array([loss], ctx=device, dtype=dtype)
+        used = [self.used(self.params[n].data(device)) for n in grads]
+        return Given(loss, list(grads.values()), dtype)(*used)
+
+    def used(self, weight):
+        """As a layer uses it; a cast by itself ignores grad_req="add"."""
+        return (weight * 1).astype("float16").astype("float32")
 
     def finish(self):
         self.trainer.step(1, ignore_stale_grad=True)
@@ -79,11 +120,8 @@ class HalfWeights(OneDevice):
     dtype = "float16"
     optimizer = {"learning_rate": 1.0, "multi_precision": True}
 
-    def loss(self, loss, grads, device):
-        if not grads:
-            return nd.array([loss], ctx=device)
-        weights = [self.params[n].data(device).astype("float32") for n in grads]
-        return Given(loss, list(grads.values()))(*weights)
+    def used(self, weight):
+        return (weight * 1).astype("float32")
 
     def weights(self):
         held = self.trainer._updaters[0].states
@@ -96,16 +134,20 @@ class TwoDevices(OneDevice):
 
     devices = [mx.cpu(0), mx.cpu(1)]
 
-    def loss(self, loss, grads, device):
+    def loss(self, loss, grads, device, dtype):
         if device != self.devices[-1]:
-            loss, grads = 1.0, {n: np.zeros_like(g) for n, g in grads.items()}
-        return super().loss(loss, grads, device)
+            loss, grads = 0.0, {n: np.zeros_like(g) for n, g in grads.items()}
+        return super().loss(loss, grads, device, dtype)
 
 
-class TwoDevicesApart(TwoDevices):
-    """The same, and nobody adds gradients up."""
+class TwoDevicesApart(OneDevice):
+    """Both devices give all gradients, which nobody adds up."""
 
+    devices = [mx.cpu(0), mx.cpu(1)]
     kvstore = None
+
+    def loss(self, loss, grads, device, dtype):
+        return super().loss(loss if device == self.devices[-1] else 0.0, grads, device, dtype)
 
 
 class TwoDevicesUnscaled(TwoDevices):

@@ -10,6 +10,7 @@ import pytest
 from gluon_nets import (
     ONE,
     TWO,
+    losses,
     parameters,
     plain_step,
     run,
@@ -18,10 +19,13 @@ from gluon_nets import (
     step,
     weights,
 )
+from mxnet import autograd
 
 import gradlift.mxnet as gl
-from gradlift import Cause, Journal, Verdict, read_journal
-from gradlift.errors import StateError
+import gradlift.numpy
+from gradlift import Cause, Journal, Verdict, read_journal, rules
+from gradlift.errors import StateError, TrainingHalted
+from gradlift.journal import Recorder, set_current
 
 INF, NAN = math.inf, math.nan
 
@@ -58,7 +62,7 @@ def test_states_are_saved_with_the_trainers(tmp_path, first, devices):
     found, state = story(again, resumed, range(5, 12))
     assert same(found, expected[0])
     assert state == expected[1]
-    assert state["skipped_steps"] == 2
+    assert state["gradlift"]["skipped"] == 2
     again.save_states(file)  # what was loaded can be saved
     with open(file, "rb") as saved:
         assert pickle.load(saved)[1]._gradlift == state
@@ -103,7 +107,7 @@ def test_a_state_of_another_rule_is_refused_before_anything_changes(tmp_path):
     trainer.save_states(str(tmp_path / "states"))
     other = sgd(parameters())
     scaler = gl.init_trainer(other, "mxnet")
-    with pytest.raises(StateError, match="saved by the rule 'backoff'"):
+    with pytest.raises(StateError, match="saved with the rule 'backoff'"):
         other.load_states(str(tmp_path / "states"))
     assert (other.learning_rate, scaler.steps) == (0.5, 0)
     other = sgd(parameters())
@@ -151,16 +155,18 @@ import sys
 import mxnet as mx
 from mxnet.contrib import amp
 import gradlift.mxnet as gl
-from gradlift.errors import StateError
+import gradlift.numpy
+from gradlift.errors import StateError, TrainingHalted
+from gradlift.journal import Recorder, set_current
 amp.init()
 def make():
     w = mx.gluon.Parameter("w", shape=2); w.initialize()
     return mx.gluon.Trainer([w], "sgd", kvstore=None)
-gl._amp.Scaler(make(), "static:2").trainer.save_states(sys.argv[1])
+gl.init_trainer(make(), "static:2").trainer.save_states(sys.argv[1])
 amp.amp._amp_loss_scale_initialized = False
 trainer = make()
 trainer.load_states(sys.argv[1])
-trainer.optimizer._gradlift["steps"] = -1
+trainer.optimizer._gradlift["gradlift"]["steps"] = -1
 try:
     gl.init_trainer(trainer, "static:2")
 except StateError as error:
@@ -168,7 +174,10 @@ except StateError as error:
 gl.init_trainer(make(), "static:8")
 print(amp.amp._loss_scaler.loss_scale)
 """
-    assert run(code, tmp_path / "states") == "steps is -1, expected a count\n8.0\n"
+    assert (
+        run(code, tmp_path / "states")
+        == "steps and skipped are (-1, 0), expected two counts\n8.0\n"
+    )
 
 
 def test_state_dict_is_json_and_checked():
@@ -182,12 +191,34 @@ def test_state_dict_is_json_and_checked():
     for broken in (
         None,
         {},
-        {**data, "steps": -1},
-        {**data, "state": {**data["state"], "scale": NAN}},
+        {**data, "gradlift": {**data["gradlift"], "steps": -1}},
+        {**data, "scale": NAN},
     ):
         with pytest.raises(StateError):
             other.load_state_dict(broken)
     assert other.state_dict() == scaler.state_dict()
+
+
+def test_a_state_of_another_adapter_is_loaded_and_back():
+    """One layout for all: NumPy's scaler stands for the others."""
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer, "dynamic")
+    for spoil in (INF, 1, INF):
+        step(gl, trainer, spoil=spoil)
+    other = gradlift.numpy.Scaler("dynamic")
+    other.load_state_dict(scaler.state_dict())
+    assert (other.get_scale(), other.steps, other.skipped_steps) == (2.0**14, 3, 2)
+    assert other.state_dict() == scaler.state_dict()
+    again = gl.init_trainer(sgd(parameters()), "dynamic")
+    again.load_state_dict(other.state_dict())
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_a_sharp_state_leaves_auto_cautious_since_nothing_retries():
+    sharp = gradlift.numpy.Scaler("auto:sharp")
+    scaler = gl.init_trainer(sgd(parameters()), "auto")
+    scaler.load_state_dict(sharp.state_dict())
+    assert scaler.rule == rules.parse("auto:cautious")
 
 
 # The journal
@@ -218,6 +249,38 @@ def test_the_journal_tells_and_changes_nothing(tmp_path):
     assert (second.next_scale, third.scale) == (2.0**15, 2.0**15)
     (event,) = run.events
     assert (event.what, event.step, event.detail["culprits"]) == ("skip", 1, ["b (inf)", "w (inf)"])
+
+
+def test_a_halt_and_a_note_are_recorded(tmp_path):
+    trainer = sgd(parameters(TWO))
+    gl.init_trainer(trainer, max_consecutive_skips=1, journal=tmp_path / "run.jsonl")
+    step(gl, trainer, spoil=[INF, INF])
+    with autograd.record():
+        halves = [each.astype("float16") for each in losses(trainer._params, 1.0, INF)]
+        with gl.scale_loss(halves, trainer) as scaled:
+            autograd.backward(scaled)
+    with pytest.raises(TrainingHalted):
+        trainer.step(1)
+    run = read_journal(tmp_path / "run.jsonl")
+    assert [s.verdict for s in run.steps] == [Verdict.SKIP, Verdict.HALT]
+    assert [(e.what, e.detail.get("code")) for e in run.events] == [
+        ("skip", None),
+        ("halt", None),
+        ("note", "half-loss"),
+    ]
+    assert run.events[1].detail["culprits"] == ["b (inf)", "w (inf)"]
+
+
+def test_a_run_that_is_recorded_around_it_gets_the_lines(tmp_path):
+    with Journal(tmp_path / "run.jsonl") as journal:
+        set_current(Recorder(journal))
+        try:
+            trainer = sgd(parameters())
+            gl.init_trainer(trainer)
+        finally:
+            set_current(None)
+        step(gl, trainer)
+    assert len(read_journal(tmp_path / "run.jsonl").steps) == 1
 
 
 def test_the_journal_of_a_run_that_is_off(tmp_path):

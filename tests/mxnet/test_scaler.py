@@ -562,8 +562,9 @@ def test_mxnets_own_scaler_beside_ours():
 def test_limits():
     trainer = sgd(parameters())
     gl.init_trainer(trainer, "dynamic:init_scale=4,min_scale=4", on_floor="warn")
-    with pytest.warns(UserWarning, match=r"at the smallest scale, 4: .* gradient: b"):
+    with pytest.warns(UserWarning, match=r"at the smallest scale, 2\^2: .* gradient: b") as warned:
         step(gl, trainer, spoil=INF)
+    assert not warned[0].filename.startswith(gl.__path__[0])
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, max_consecutive_skips=1)
     step(gl, trainer, spoil=INF)

@@ -1,29 +1,11 @@
-"""The NumPy adapter against the suite that every adapter passes."""
+"""The NumPy adapter against the suites that every adapter passes."""
 
 import numpy as np
 import pytest
 from conformance import exact
+from conformance.records import *  # noqa: F403
+from conformance.reference import NumpyDriver
 from conformance.suite import *  # noqa: F403
-
-import gradlift.numpy as gl
-
-
-class NumpyDriver:
-    def __init__(self, rule, **limits):
-        self.scaler = gl.Scaler(rule, **limits)
-        self.params = {"a": np.ones(4, np.float32), "b": np.ones(2, np.float32)}
-
-    def step(self, loss, grads):
-        self.scaler.scale(loss)
-        with np.errstate(over="ignore", invalid="ignore"):
-            scale = np.float32(self.scaler.get_scale())
-            scaled = {n: np.float16(g * scale) for n, g in grads.items()}
-        result = self.scaler.step(self.params, scaled, self.sgd)
-        return result.stepped, result.cause, self.scaler.get_scale(), self.params
-
-    def sgd(self, params, grads):
-        for name, g in grads.items():
-            params[name] -= g
 
 
 @pytest.fixture

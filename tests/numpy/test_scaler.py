@@ -72,7 +72,7 @@ def test_retry_loses_no_batch_and_equals_a_run_that_started_there(tmp_path):
     assert weights["w"] == other["w"] == -7.0
     run = read_journal(tmp_path / "run.jsonl")
     assert [e.what for e in run.events] == ["retry"] * 4
-    assert run.events[0].detail["culprits"] == ["w"]
+    assert run.events[0].detail["culprits"] == ["w (inf)"]
     assert run.steps[0].retries == 4
 
 
@@ -115,8 +115,18 @@ def test_recording_changes_no_bit_and_the_run_replays(tmp_path):
     run = read_journal(tmp_path / "run.jsonl")
     assert len(run.steps) == 60
     assert run.skipped == scaler.skipped_steps > 0
-    again = replay(run, "auto")
+    again = replay(run, "auto:cautious")
     assert [s.scale for s in again.steps] == [s.scale for s in run.steps]
+
+
+def test_a_window_with_losses_of_inf_and_minus_inf_is_recorded(tmp_path):
+    with Journal(tmp_path / "run.jsonl") as journal:
+        scaler = gl.Scaler("static:1", journal=journal)
+        scaler.scale(math.inf)
+        scaler.scale(-math.inf)
+        result = scaler.step({"w": np.zeros(1)}, {"w": np.float32([np.nan])}, sgd)
+    assert (result.cause, result.micro_batch) == (Cause.LOSS_NONFINITE, 0)
+    assert math.isnan(read_journal(tmp_path / "run.jsonl").steps[0].loss)
 
 
 def test_a_path_is_a_journal(tmp_path):
@@ -134,15 +144,28 @@ def test_state_resumes_to_the_bit():
     assert (fresh.steps, fresh.skipped_steps) == (scaler.steps, scaler.skipped_steps)
 
 
+def test_the_header_has_the_rule_of_a_state_that_was_loaded(tmp_path):
+    sharp = gl.Scaler("auto")
+    sharp.train_step(batch(1.0), {"w": np.ones(1, np.float32)}, sgd, retries=1)
+    with Journal(tmp_path / "run.jsonl") as journal:
+        scaler = gl.Scaler("auto", journal=journal)
+        scaler.load_state_dict(sharp.state_dict())
+        scaler.train_step(batch(1.0), {"w": np.ones(1, np.float32)}, sgd)
+    assert read_journal(tmp_path / "run.jsonl").header["rule"] == "headroom"
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda d: None,
-        lambda d: {**d, "schema": 9},
-        lambda d: {**d, "steps": -1},
-        lambda d: {**d, "skipped_steps": "3"},
-        lambda d: {**d, "state": {**d["state"], "scale": math.nan}},
-        lambda d: {**d, "state": None},
+        lambda d: {},
+        lambda d: {**d, "gradlift": {**d["gradlift"], "schema": 9}},
+        lambda d: {**d, "gradlift": {**d["gradlift"], "steps": -1}},
+        lambda d: {**d, "gradlift": {**d["gradlift"], "skipped": "3"}},
+        lambda d: {**d, "gradlift": {**d["gradlift"], "rule": "backoff"}},
+        lambda d: {**d, "gradlift": {"schema": 1, "rule": "headroom"}},
+        lambda d: {**d, "scale": math.nan},
+        lambda d: {**d, "_growth_tracker": "many"},
     ],
 )
 def test_damaged_state_changes_nothing(damage):
@@ -163,7 +186,7 @@ def test_refusals_name_the_parameter():
 def test_floor_warns_where_asked():
     scaler = gl.Scaler("backoff:init_scale=8,min_scale=8", on_floor="warn")
     with pytest.warns(
-        UserWarning, match="overflow at the smallest scale, 8.*First non-finite.*: w"
+        UserWarning, match=r"at the smallest scale, 2\^3.*First non-finite gradient: w"
     ):
         scaler.step({"w": np.ones(1)}, {"w": np.float16([np.inf])}, sgd)
 

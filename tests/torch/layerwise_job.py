@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlift.torch import GradScaler
-from gradlift.torch._layerwise import layerwise
+from gradlift.torch.lifting.lifting import layerwise
 
 rank, world, init = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)

@@ -236,9 +236,7 @@ def only_rank_0_records(rule=None, on_device=False):
     path = os.path.join(tempfile.gettempdir(), f"gradlift-{os.getpid()}.jsonl")
     journal = Journal(path) if rank == 0 else None
     settings = {"rule": rule} if rule else {}
-    scaler = made(
-        process_group=None, journal=journal, sample_every=2, on_device=on_device, **settings
-    )
+    scaler = made(process_group=None, journal=journal, every=2, on_device=on_device, **settings)
     truth, peaks = [], []
     for step in range(4):
         optimizer.zero_grad()

@@ -111,7 +111,7 @@ def drifted_later_on_device():
     for step in range(2):
         w.grad = None
         if step and rank:
-            scaler._track(None).tensors.scale.mul_(2)
+            scaler._scales[None].home.state.scale.mul_(2)
         scaler.scale(w.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -141,7 +141,7 @@ def drifted_counters():
     other = made(process_group=None)
     other.scale(torch.ones(()), key="d")
     if rank:
-        other._track("d").put(other._track("d").numbers()._replace(scale=2.0))
+        other._scales["d"].put(other._scales["d"].numbers()._replace(scale=2.0))
     return {"said": [attempt(s.assert_in_sync) for s in (scaler, rules, off, other)]}
 
 

@@ -1,4 +1,4 @@
-"""gradlift.integrations.apex: apex's amp and fp16_utils, told as stories with exact numbers."""
+"""gradlift.apex: apex's amp and fp16_utils, told as stories with exact numbers."""
 
 import copy
 import doctest
@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-import gradlift.integrations.apex
+import gradlift.apex
 from gradlift import Cause, GradliftError, Journal, Verdict, read_journal
+from gradlift.apex import amp
+from gradlift.apex.guard import guard_of
+from gradlift.apex.optimizers import FusedAdam, FusedSGD
+from gradlift.apex.parallel import DistributedDataParallel
 from gradlift.errors import MisuseError, SettingsError, StateError
-from gradlift.integrations.apex import amp
-from gradlift.integrations.apex._guard import guard_of
-from gradlift.integrations.apex.optimizers import FusedAdam, FusedSGD
-from gradlift.integrations.apex.parallel import DistributedDataParallel
 from gradlift.rules import Backoff
 from gradlift.torch import GradScaler, MasterWeights, half_model
 
-PACKAGE = gradlift.integrations.apex
+PACKAGE = gradlift.apex
 MODULES = [m.name for m in pkgutil.iter_modules(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 LINE = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 HUGE = 1e37  # a finite loss, whose gradient leaves float32 when it is scaled

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gradlift import Journal, read_journal
+from gradlift.apex.fp16_utils import FP16_Optimizer, network_to_half
 from gradlift.errors import MisuseError, SettingsError, StateError
-from gradlift.integrations.apex.fp16_utils import FP16_Optimizer, network_to_half
 from gradlift.torch import MasterWeights
 
 LINE = "OVERFLOW! Skipping step. Attempted loss scale: {}, reducing to {}\n"

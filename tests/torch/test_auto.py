@@ -11,7 +11,7 @@ from gradlift import Cause, Verdict
 from gradlift.errors import MisuseError
 from gradlift.rules import Headroom, parse
 from gradlift.torch import GradScaler, probe
-from gradlift.torch._graph import never_half
+from gradlift.torch.scaler.graph import never_half
 
 
 def make(seed=0, out=4):
@@ -147,7 +147,7 @@ def test_auto_is_cautious_until_something_retries():
     assert scaler._rule == parse("auto:cautious")
     scaler.train_step(closure_for(model, 1), optimizer, retries=1, model=model)
     assert scaler._rule == parse("auto")
-    assert scaler._tracks[None].rule == parse("auto")
+    assert scaler._settings.rule == parse("auto")
 
 
 def test_settings_of_auto_hold_for_both_and_other_rules_stay_what_they_are():
@@ -256,7 +256,7 @@ def test_calibrate_tells_what_no_scale_can_cure():
     with pytest.raises(MisuseError, match="not finite even at scale"):
         scaler.calibrate(bad, model=model)
     assert same(everything(model), before)
-    assert not scaler._tracks[None].windows
+    assert not scaler._scales[None].windows
 
 
 def test_calibrate_of_a_disabled_scaler_is_one():
@@ -300,7 +300,7 @@ def mixed_reading(device_path, spoil=None):
     if spoil is not None:
         getattr(model, spoil).weight.grad[0, 0] = math.inf
     norm = scaler.clip_grad_norm_(optimizer, 1e9)
-    window = next(iter(scaler._tracks[None].windows.values()))
+    window = next(iter(scaler._scales[None].windows.values()))
     return model, window.reading, norm
 
 
@@ -326,7 +326,7 @@ def test_without_any_float16_all_gradients_count():
     scaler = GradScaler("cpu", rule="auto")
     scaler.scale(model(torch.zeros(512, dtype=torch.long)).square().sum()).backward()
     scaler.clip_grad_norm_(torch.optim.SGD(model.parameters(), lr=0.1), 1e9)
-    window = next(iter(scaler._tracks[None].windows.values()))
+    window = next(iter(scaler._scales[None].windows.values()))
     assert window.reading.amax == max(p.grad.abs().max().item() for p in model.parameters())
 
 
@@ -354,7 +354,7 @@ def test_sharp_starts_as_sharp_does_and_a_resumed_run_stays_sharp():
     scaler, plain = GradScaler("cpu", rule="auto"), GradScaler("cpu", rule=parse("auto"))
     for each in (scaler, plain):
         each.train_step(closure_for(model, 0), optimizer, retries=4, model=model)
-    assert scaler._tracks[None].state == plain._tracks[None].state
+    assert scaler._scales[None].numbers() == plain._scales[None].numbers()
     again = GradScaler("cpu", rule="auto")
     again.load_state_dict(scaler.state_dict())
     assert again._rule == parse("auto")
@@ -385,11 +385,11 @@ def test_a_calibration_that_breaks_off_leaves_nothing_behind():
     scaler = GradScaler("cpu", rule="auto")
     with pytest.raises(KeyboardInterrupt):
         scaler.calibrate(lambda: Broken.apply(closure_for(model, 0)()), model=model)
-    track = scaler._tracks[None]
-    assert (track.calls, track.losses, track.windows) == (0, [], {})
+    scale = scaler._scales[None]
+    assert (scale.calls, scale.micro, scale.windows) == (0, [], {})
 
 
-@pytest.mark.parametrize("rule", ["popart", "dynamic:growth_interval=1", "auto", "auto:cautious"])
+@pytest.mark.parametrize("rule", ["dynamic:growth_interval=1", "auto", "auto:cautious"])
 def test_calibrate_ends_at_a_scale_that_it_has_tried(rule):
     model = make()
     calls = []

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradlift._diagnose import diagnose
-from gradlift._find_scale import find_scale
-from gradlift._findings import CHECKS
+from gradlift.analysis.diagnosis import diagnose
+from gradlift.analysis.findings import CHECKS
+from gradlift.analysis.static_scale import find_scale
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 KINDS = [check.__name__ for check in CHECKS]

@@ -24,7 +24,7 @@ ODD = "ignore:.*not a power of two"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """One thread: these tensors are tiny. No search for names: nobody asks for them here."""
-    monkeypatch.setattr("gradlift.torch._names.found", dict, raising=False)
+    monkeypatch.setattr("gradlift.torch.names.found", dict, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

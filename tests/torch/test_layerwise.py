@@ -19,8 +19,9 @@ from gradlift import Journal, read_journal, report
 from gradlift.errors import MisuseError, SettingsError, StateError
 from gradlift.reading import NAN, Reading
 from gradlift.rules import parse
-from gradlift.torch import GradScaler, _sight, layerwise, probe
-from gradlift.torch._levels import Level, Seen, learn, tracker
+from gradlift.torch import GradScaler, layerwise, probe
+from gradlift.torch.lifting import lifts as _lifts
+from gradlift.torch.lifting.lifts import BlockLift, BlockPeaks, learn, tracker
 
 every_net = pytest.mark.parametrize("net", SOUND)
 
@@ -92,7 +93,7 @@ def test_lifts_change_no_bit_of_float32_training(net):
     ours = trained(SOUND[net], prepare, needs_input_grad=True)
     assert ours[:3] == plain[:3]
     assert max(ours[3].lifts.values()) >= 2.0**11
-    assert not ours[3].unchecked
+    assert not ours[3].check_due
 
 
 @every_net
@@ -119,7 +120,7 @@ def test_the_check_finds_what_cannot_be_right(net):
 @pytest.mark.parametrize("net", WRONG)
 def test_what_the_check_finds_is_really_wrong(net, monkeypatch):
     """Without any check the gradients are wrong: it does not cry wolf."""
-    monkeypatch.setattr("gradlift.torch._layerwise.check_borders", lambda loss: None)
+    monkeypatch.setattr("gradlift.torch.lifting.lifting.check_boundaries", lambda loss: None)
 
     def prepare(model):
         lifted = layerwise(model, check=False)
@@ -296,7 +297,7 @@ def test_where_nothing_is_recorded_nothing_is_done():
     assert ours.dtype is theirs.dtype is torch.float16
     assert torch.equal(ours, theirs)
     assert lifted.passes == 0
-    assert lifted.unchecked
+    assert lifted.check_due
 
 
 def test_a_float16_output_is_float32_outside_and_float16_again_in_the_next_block():
@@ -678,7 +679,7 @@ def test_the_peak_is_the_largest_lifted_float16_gradient():
     out.sum().backward()
     assert lifted.peak() == 2.0**8  # ones everywhere, as they flow in the first block
     assert set(lifted.records) == {"1", "0"}
-    assert lifted.records["0"].inner == lifted.records["1"].border == 1.0
+    assert lifted.records["0"].inner == lifted.records["1"].outer == 1.0
     assert bits(model[0].weight.grad) == bits(torch.ones(4, 4))
     lifted.ended(Reading(False, 1.0), 1.0)
     told = lifted.samples()
@@ -748,8 +749,8 @@ def test_peaks_that_stay_on_a_device_give_the_same_lifts(monkeypatch):
 
     want = lifts()
     assert max(want[0].values()) >= 2.0**6
-    plain = _sight.peak_of
-    monkeypatch.setattr(_sight, "peak_of", lambda flat: torch.tensor(plain(flat)))
+    plain = _lifts.peak_of
+    monkeypatch.setattr(_lifts, "peak_of", lambda flat: torch.tensor(plain(flat)))
     assert lifts() == want
 
 
@@ -766,7 +767,7 @@ def test_gradients_that_never_were_float16_do_not_count():
     with torch.autocast("cpu", torch.float16):
         loss = model(x).float().square().mean()
     loss.backward()
-    assert lifted.records["0"].border > 0
+    assert lifted.records["0"].outer > 0
     assert lifted.records["0"].inner is NAN
     assert lifted.records["1"].inner > 0
 
@@ -858,14 +859,16 @@ def test_blocks_called_without_the_model_are_passes_too():
 
 def levels(**lifts):
     rule = tracker("auto", 1)
-    return rule, {name: Level(rule.init(), lift) for name, lift in lifts.items()}
+    return rule, {name: BlockLift(rule.init(), lift) for name, lift in lifts.items()}
 
 
 def test_lifts_are_what_makes_the_blocks_alike():
     rule, known = levels(a=1.0, b=1.0)
-    assert learn(rule, known, {"b": Seen(2.0**4, 2.0**2), "a": Seen(2.0**-6, 2.0**-8)}, 1.0, True)
+    assert learn(
+        rule, known, {"b": BlockPeaks(2.0**4, 2.0**2), "a": BlockPeaks(2.0**-6, 2.0**-8)}, 1.0, True
+    )
     assert [known[n].lift for n in "ab"] == [2.0**10, 1.0]
-    again = {"b": Seen(2.0**4, 2.0**2), "a": Seen(2.0**-6, 2.0**-8)}
+    again = {"b": BlockPeaks(2.0**4, 2.0**2), "a": BlockPeaks(2.0**-6, 2.0**-8)}
     assert not learn(rule, known, again, 1.0, True)
     assert [known[n].lift for n in "ab"] == [2.0**10, 1.0]
 
@@ -873,22 +876,32 @@ def test_lifts_are_what_makes_the_blocks_alike():
 def test_what_was_flushed_is_found_at_the_border_and_what_is_behind_is_guessed():
     """c is clear; b is flushed, but what arrived at it is known; at a nothing arrived."""
     rule, known = levels(a=1.0, b=1.0, c=1.0)
-    seen = {"c": Seen(1.0, 1.0), "b": Seen(0.0, 2.0**-30), "a": Seen(0.0, 0.0)}
+    seen = {"c": BlockPeaks(1.0, 1.0), "b": BlockPeaks(0.0, 2.0**-30), "a": BlockPeaks(0.0, 0.0)}
     assert learn(rule, known, seen, 1.0, True)
     assert [known[n].lift for n in "abc"] == [2.0**14, 2.0**22, 1.0]  # 8 bits of room each
     assert not known["b"].known
-    seen = {"c": Seen(1.0, 1.0), "b": Seen(2.0**-28, 2.0**-30), "a": Seen(2.0**-20, 2.0**-22)}
+    seen = {
+        "c": BlockPeaks(1.0, 1.0),
+        "b": BlockPeaks(2.0**-28, 2.0**-30),
+        "a": BlockPeaks(2.0**-20, 2.0**-22),
+    }
     learn(rule, known, seen, 1.0, True)
     assert [known[n].lift for n in "abc"] == [2.0**20, 2.0**28, 1.0]
     rule, known = levels(a=64.0, c=1.0)
-    assert not learn(rule, known, {"c": Seen(1.0, 1.0), "a": Seen(0.0, 0.0)}, 1.0, False)
+    assert not learn(
+        rule, known, {"c": BlockPeaks(1.0, 1.0), "a": BlockPeaks(0.0, 0.0)}, 1.0, False
+    )
     assert known["a"].lift == 1.0
 
 
 def test_the_first_block_that_overflowed_is_to_blame_and_only_that():
-    seen = {"c": Seen(8.0, 8.0), "b": Seen(math.inf, 4.0), "a": Seen(math.inf, math.inf)}
+    seen = {
+        "c": BlockPeaks(8.0, 8.0),
+        "b": BlockPeaks(math.inf, 4.0),
+        "a": BlockPeaks(math.inf, math.inf),
+    }
     rule, known = levels(a=1.0, b=1.0, c=1.0)
-    learn(rule, known, {n: Seen(8.0, 8.0) for n in "cba"}, 1.0, True)
+    learn(rule, known, {n: BlockPeaks(8.0, 8.0) for n in "cba"}, 1.0, True)
     before = {n: known[n].state for n in "abc"}
     assert learn(rule, known, seen, 1.0, True)
     assert known["b"].state.scale < before["b"].scale
@@ -896,17 +909,19 @@ def test_the_first_block_that_overflowed_is_to_blame_and_only_that():
     assert known["c"].state.scale == before["c"].scale
     # Nothing inside grew: too much arrived, and how much is known.
     rule, known = levels(b=2.0**20)
-    learn(rule, known, {"b": Seen(math.inf, 2.0**3)}, 1.0, True)
+    learn(rule, known, {"b": BlockPeaks(math.inf, 2.0**3)}, 1.0, True)
     assert known["b"].state.scale * 2.0**3 * 2.0**8 <= 2.0**15
 
 
 def test_a_lift_has_a_ceiling():
     rule, known = levels(a=1.0, b=1.0)
-    learn(rule, known, {"b": Seen(2.0**10, 1.0), "a": Seen(2.0**-9, 1.0)}, 2.0**-60, True)
-    learn(rule, known, {"b": Seen(2.0**10, 1.0)}, 2.0**-60, True)
+    learn(
+        rule, known, {"b": BlockPeaks(2.0**10, 1.0), "a": BlockPeaks(2.0**-9, 1.0)}, 2.0**-60, True
+    )
+    learn(rule, known, {"b": BlockPeaks(2.0**10, 1.0)}, 2.0**-60, True)
     assert known["a"].lift == 2.0**19
     known["a"].state = known["a"].state._replace(scale=2.0**126)
-    learn(rule, known, {"b": Seen(2.0**10, 1.0)}, 2.0**-60, True)
+    learn(rule, known, {"b": BlockPeaks(2.0**10, 1.0)}, 2.0**-60, True)
     assert known["a"].lift == 2.0**96
 
 

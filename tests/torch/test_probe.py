@@ -1,10 +1,13 @@
 """Probes: what flows between modules, seen on sampled steps, without changing a bit of training."""
 
 import copy
+import dataclasses
+import gc
 import io
 import math
 import pickle
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from gradlift import Journal, read_journal, replay
 from gradlift.errors import MisuseError, SettingsError
 from gradlift.reading import NAN, Reading
 from gradlift.torch import GradScaler, probe
-from gradlift.torch._probe import Watcher, largest, samples, watch
+from gradlift.torch.nested import mapped, tensors
+from gradlift.torch.probing import GradientWatcher, largest, samples, watch
 
 
 class Net(nn.Module):
@@ -242,7 +246,7 @@ def test_two_models_are_kept_apart():
     mine = watched[1].peak()
     assert watched[2].peak() > mine
     scaler.step(optimizer)
-    window = next(iter(scaler._tracks[None].windows.values()))
+    window = next(iter(scaler._scales[None].windows.values()))
     assert window.reading.probe_amax == mine
     scaler.update()
     assert not watched[1].looked
@@ -260,7 +264,7 @@ def test_micro_batches_count_one_by_one():
 
 
 def test_a_watcher_that_is_gone_is_not_asked():
-    class Loud(Watcher):
+    class Loud(GradientWatcher):
         looked = True
 
         def covers(self, params):
@@ -408,3 +412,97 @@ def test_what_cannot_be_looked_at_does_not_break_a_run():
     assert "1" in watched.seen
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     compiled(torch.randn(2, 4)).sum().backward()
+
+
+# Two watchers of one network
+
+
+class Fixed(GradientWatcher):
+    """Shows the same shares each time."""
+
+    def __init__(self, **shares):
+        self.shares = shares
+        watch(self)
+
+    def covers(self, params):
+        return True
+
+    def samples(self):
+        return {"layer": self.shares}
+
+
+def test_of_two_watchers_the_first_one_counts_and_the_second_adds():
+    gc.collect()  # watchers of other tests
+    for n in range(8):  # objects lie elsewhere each time: no order by chance
+        some = [object() for _ in range(n)]
+        first = Fixed(amax=1.0, zero=0.5)
+        second = Fixed(amax=2.0, lift=8.0)
+        assert samples([])["layer"] == {"amax": 1.0, "zero": 0.5, "lift": 8.0}, some
+        third = Fixed(amax=3.0, lift=4.0, subnormal=0.25)
+        del first
+        want = {"amax": 2.0, "lift": 8.0, "subnormal": 0.25}
+        assert samples([])["layer"] == want, (second, third)
+        del second, third
+
+
+# What modules take and return
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    name: str = "x"
+    parts: tuple = ()
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def test_a_dataclass_output_is_looked_at():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return Output(self.inner(x) * 2)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wrapped = Wrapped()
+
+        def forward(self, x):
+            return self.wrapped(x).logits.float()
+
+    model = Outer()
+    watched = probe(model, every=1)
+    with torch.autocast("cpu", torch.float16):
+        out = model(torch.ones(1, 8))
+    (out.sum() * 4).backward()
+    assert watched.seen["wrapped"]["amax"] == 4.0
+    assert watched.seen["wrapped.inner"]["amax"] == 8.0
+
+
+def test_tensors_are_found_in_all_that_modules_return():
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    value = {"a": [a, 1], "b": Pair(b, Output(c, parts=(d, None)))}
+    assert [t.item() for t in tensors(value)] == [0, 1, 2, 3]
+    assert tensors((a, [a, a])) == [a, a, a]
+    assert tensors([Output, "text", 3]) == []
+    endless = [a]
+    endless.append(endless)
+    assert tensors(endless) == [a]
+
+
+def test_tensors_are_mapped_and_the_rest_stays():
+    a, b = torch.ones(1), torch.ones(1)
+    value = {"a": [a, 1], "b": Pair(b, Output(a, "name", (b,))), "c": (same := [2, "text"])}
+    new = mapped(value, lambda t: t + 1)
+    assert [t.item() for t in tensors(new)] == [2, 2, 2, 2]
+    assert (type(new["b"]), type(new["b"].right), new["b"].right.name) == (Pair, Output, "name")
+    assert new["c"] is same
+    assert [t.item() for t in tensors(value)] == [1, 1, 1, 1]
+    assert mapped(value, lambda t: t) is value

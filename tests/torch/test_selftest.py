@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradlift import rules
 from gradlift.cli.selftest import selftest
 from gradlift.errors import GradliftError
-from gradlift.torch import GradScaler, MasterWeights, _device, _selftest
-from gradlift.torch._accumulate import DropBad
-from gradlift.torch._device import DeviceTrack
-from gradlift.torch._report import Report
+from gradlift.selftest import checks as _selftest
+from gradlift.torch import GradScaler, MasterWeights
+from gradlift.torch.scaler import on_device as _device
+from gradlift.torch.scaler.accumulation import DropBad
+from gradlift.torch.scaler.on_device import OnDevice
+from gradlift.torch.scaler.scale import Scale
 
 CPU = torch.device("cpu")
 FAULTS = {}
@@ -46,10 +48,8 @@ def test_all_holds_on_the_cpu():
 
 def test_the_checks_take_the_path_of_an_accelerator(monkeypatch):
     taken = []
-    take = DeviceTrack.take.__func__
-    monkeypatch.setattr(
-        DeviceTrack, "take", classmethod(lambda cls, *a: (taken.append(1), take(cls, *a))[1])
-    )
+    move_to = Scale.move_to
+    monkeypatch.setattr(Scale, "move_to", lambda self, *a: (taken.append(1), move_to(self, *a))[1])
     for check in _selftest.CHECKS.values():
         before = len(taken)
         with contextlib.suppress(_selftest.NotApplicable):
@@ -76,7 +76,7 @@ DROPPED = "accumulate, bad micro-batch dropped"
 
 @fault(*STORIES, *MASTERS, DROPPED, JOURNAL, "retry of a batch")
 def a_scale_that_never_moves(patch):
-    patch.setattr(DeviceTrack, "advance", lambda self, reading, *, retry=False: None)
+    patch.setattr(OnDevice, "move", lambda self, state, skips: None)
 
 
 @fault(*STORIES, JOURNAL, "culprits named")
@@ -126,7 +126,7 @@ def one_rule_that_differs_on_tensors(patch):
 
 @fault(JOURNAL)
 def a_flush_that_forgets(patch):
-    patch.setattr(Report, "flush", lambda self: self.due.clear())
+    patch.setattr(GradScaler, "flush", lambda self: None)
 
 
 @fault(DROPPED)
@@ -186,10 +186,10 @@ def test_the_command_prints_a_table(monkeypatch):
     assert done.exit_code == 0, done.output
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     assert lines[0] == f"cpu, by an accelerator's path, torch {torch.__version__}"
-    rows = [line for line in lines if " held " in line]
-    assert len(rows) == 16
-    assert rows[0].startswith("scales, skips, causes: SGD held ")
-    assert lines[-1] == "16 held, 0 failed, 2 not applicable"
+    rows = [line for line in lines if " passed " in line]
+    assert len(rows) == 15
+    assert rows[0].startswith("scales, skips, causes: SGD passed ")
+    assert lines[-1] == "15 passed, 0 failed, 2 not applicable"
 
 
 def test_a_failure_is_told_and_the_status_is_1(monkeypatch):

@@ -77,7 +77,7 @@ def lost():
             **said,
             "first": first,
             "kept": job.w.tolist(),
-            "windows": len(job.scaler._track(None).windows),
+            "windows": len(job.scaler._scales[None].windows),
         }
     )
 

@@ -1,4 +1,4 @@
-"""`apex` by its own name: an import finder that answers with gradlift's modules."""
+"""`gradlift run --apex`: an import finder that gives gradlift's modules for `apex`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
 
 
 def stand_in(quiet: bool) -> None:
-    """From now on `import apex` finds gradlift's, and imports nothing before a script asks."""
+    """From now on `import apex` gives gradlift's module; nothing is imported before that."""
     if not quiet and importlib.util.find_spec("apex") is not None:
         click.echo("gradlift: --apex hides the apex that is installed here", err=True)
     sys.meta_path.insert(0, _Finder())
@@ -37,11 +37,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(f"gradlift.integrations.{spec.name}")
+        module = importlib.import_module(f"gradlift.{spec.name}")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It has run already, under its own name, which it keeps."""
+        """The module was already executed, under its own name, which it keeps."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

@@ -1,38 +1,53 @@
-"""The group of all commands, and how errors look."""
+"""The group of all commands; errors and warnings as one line each."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from importlib import import_module
 from typing import Any
 
 import click
 
 from .._version import __version__
 from ..errors import GradliftError, JournalWarning
-from .compare import compare
-from .demo import demo
-from .doctor import doctor
-from .find_scale import find_scale
-from .formats import formats
-from .profile import profile
-from .replay import replay
-from .report import report
-from .run import run
-from .selftest import selftest
-from .watch import watch
+from ..text import visible
+
+_COMMANDS = [
+    "run",
+    "report",
+    "doctor",
+    "watch",
+    "compare",
+    "replay",
+    "find-scale",
+    "selftest",
+    "formats",
+    "demo",
+]
 
 
 class _OneLineErrors(click.Group):
-    """gradlift's own errors are one clear line and exit status 2, never a traceback; so are its
-    warnings about a journal, and the status is the command's."""
+    """An error of gradlift is printed as one line without a traceback, and the exit status is 2. A
+    warning about a journal is one line, too, and does not change the status. A command is imported
+    when it is called, so that little is imported before a script under `gradlift run`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return _COMMANDS
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module = name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"gradlift.cli.{module}"), module)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         plain = warnings.showwarning
 
         def one_line(message: Any, category: Any, *where: Any) -> None:
             if issubclass(category, JournalWarning):
-                click.echo(f"gradlift: {message}", err=True)
+                click.echo(f"gradlift: {visible(str(message))}", err=True)
             else:
                 plain(message, category, *where)
 
@@ -40,7 +55,7 @@ class _OneLineErrors(click.Group):
         try:
             return super().invoke(ctx)
         except GradliftError as error:
-            click.echo(f"gradlift: {error}", err=True)
+            click.echo(f"gradlift: {visible(str(error))}", err=True)
             sys.exit(2)
 
 
@@ -48,8 +63,3 @@ class _OneLineErrors(click.Group):
 @click.version_option(__version__, prog_name="gradlift")
 def gradlift() -> None:
     """Loss scaling for mixed-precision training: safe, fast and visible."""
-
-
-_LOOKING = (report, doctor, watch, compare, replay, find_scale)
-for command in (run, profile, *_LOOKING, selftest, formats, demo):
-    gradlift.add_command(command)

@@ -1,4 +1,4 @@
-"""A running job seen from its journal: lines appended are folded into what a screen shows."""
+"""The state that `gradlift watch` shows, updated from the lines appended to a journal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from ..errors import JournalError
 from ..formats import FP16
-from ..journal import JOURNAL, Run, Sample, Step, add_lines, check_head
-from ..report._parameters import fate
-from ..verdict import Verdict
+from ..journal import Run, Sample, Step
+from ..journal.reader import add_lines, check_head, journal_at
 
 _BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
 _RECENT = 50  # steps that throughput is taken over
@@ -20,7 +19,7 @@ _SHOWN = 5  # rows of the short tables
 
 
 class Lane(NamedTuple):
-    """The latest of one loss: most runs have one lane, its key is empty."""
+    """The latest state of one key. Most runs have one lane, with an empty key."""
 
     key: str
     last: Step
@@ -29,15 +28,9 @@ class Lane(NamedTuple):
     trail: tuple[float, ...]
     """log2 of the scale over the whole run."""
 
-    @property
-    def headroom_bits(self) -> float:
-        """How many times the scale could double before the largest gradient leaves FP16."""
-        amax = self.last.amax
-        return math.log2(FP16.max / amax) if 0 < amax < math.inf else math.nan
-
 
 class Frame(NamedTuple):
-    """All that one picture of a run shows."""
+    """Everything that `gradlift watch` shows at one time."""
 
     header: dict[str, Any]
     lanes: list[Lane]
@@ -49,7 +42,7 @@ class Frame(NamedTuple):
     """Name, share flushed and share subnormal of the worst parameters, of the last sample."""
     sampled: int | None
     rate: float
-    """Steps a second, lately."""
+    """Steps a second, over the last steps."""
     age: float
     """Seconds since the last line."""
     resumes: int
@@ -62,8 +55,9 @@ class Frame(NamedTuple):
 
 
 class View:
-    """Folds what is read of a journal, of any length, into a little state.
+    """Reduces a journal of any length to a small state.
 
+    >>> from gradlift import Verdict
     >>> view = View()
     >>> view.add(Run(steps=[Step(0, 8.0, 8.0), Step(1, 8.0, 4.0, verdict=Verdict.SKIP)]))
     >>> [(lane.last.step, lane.skipped) for lane in view.frame(age=0.5).lanes]
@@ -84,7 +78,7 @@ class View:
         self.damaged = 0
 
     def add(self, run: Run) -> None:
-        """Takes in what was appended."""
+        """Adds the lines that were appended."""
         if run.header and self._header:
             self._resumes += 1
         self._header = self._header or run.header
@@ -101,13 +95,13 @@ class View:
         self._retries += step.retries
         if step.seconds == step.seconds:
             self._recent.append(step)
-        if step.verdict not in (Verdict.APPLY, None):
+        if step.skipped:
             self._skipped[step.key] += 1
             self._causes[str(step.cause)] += 1
             self._culprits.update(step.culprits[:1])
 
     def frame(self, age: float) -> Frame:
-        """The picture as it is now, `age` seconds after the last line."""
+        """The present frame, `age` seconds after the last line."""
         lanes = [
             Lane(key, last, self._steps[key], self._skipped[key], self._trails[key].values)
             for key, last in self._last.items()
@@ -133,7 +127,7 @@ class View:
 
 
 class Trail:
-    """log2 of a scale over any number of steps, in few values: each the lowest of its share.
+    """log2 of a scale over any number of steps, in few values: each the lowest of a range of steps.
 
     >>> trail = Trail(most=4)
     >>> for scale in (1.0, 2.0, 4.0, 2.0, 8.0):
@@ -164,7 +158,7 @@ class Trail:
 
 
 class Tail:
-    """Reads what was appended to a journal since the last look; an unfinished line waits.
+    """Reads what was appended to a journal since the last call; an unfinished line is kept.
 
     >>> Tail("nowhere").look()
     False
@@ -176,12 +170,12 @@ class Tail:
 
     def _begin(self, file: int | None = None) -> None:
         self.view = View()
-        self.changed = math.nan  # when, as the file system says
+        self.changed = math.nan  # the file's time of modification
         self._file, self._at, self._rest = file, 0, b""
 
     def look(self) -> bool:
-        """Takes in new lines; False while there is no journal."""
-        path = self.path / JOURNAL if self.path.is_dir() else self.path
+        """Reads new lines; False while there is no journal."""
+        path = journal_at(self.path)
         try:
             with open(path, "rb") as file:
                 now = os.fstat(file.fileno())
@@ -213,6 +207,6 @@ def _worst(sample: Sample | None) -> list[tuple[str, float, float]]:
     rows = []
     for name, shares in (sample.parameters if sample else {}).items():
         counts = {int(e): int(n) for e, n in shares.get("exponents", {}).items()}
-        lost = fate(counts, int(shares.get("elements", 0)), FP16)
+        lost = FP16.shares(counts, int(shares.get("elements", 0)))
         rows.append((name, lost.flushed + float(shares.get("zero", 0.0)), lost.subnormal))
     return sorted(rows, key=lambda row: (-row[1], -row[2], row[0]))[:_SHOWN]

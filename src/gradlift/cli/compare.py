@@ -11,16 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .. import _words as words
+from ..analysis import words
+from ..analysis.totals import Totals, totals
 from ..journal import Run, read_journal
-from ..report._story import title
-from ..report._totals import Totals, totals
+from ..report.story import title
+from ..text import visible
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 def compare(runs: tuple[Path, ...]) -> None:
-    """Put RUNS side by side: scale, skips, loss, flushed share, step time."""
+    """Print the figures of RUNS side by side: scale, skips, loss, flushed share, step time."""
     if len(runs) < 2:
         raise click.UsageError("compare needs two runs or more; `gradlift report` shows one")
     recorded = [read_journal(run) for run in runs]
@@ -28,7 +29,7 @@ def compare(runs: tuple[Path, ...]) -> None:
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """What to call runs; the path where two have the same name.
+    """Titles of runs; the path where two have the same title.
 
     >>> a, b = Run(path=Path("x/run/journal.jsonl")), Run(path=Path("y/run/journal.jsonl"))
     >>> names([a, b]) == [str(a.path), str(b.path)], names([a])
@@ -36,7 +37,7 @@ def names(runs: Sequence[Run]) -> list[str]:
     """
     short = [title(run) for run in runs]
     return [
-        name if short.count(name) == 1 else str(run.path)
+        name if short.count(name) == 1 else visible(str(run.path))
         for run, name in zip(runs, short, strict=True)
     ]
 
@@ -63,7 +64,8 @@ def _figures(added: Totals) -> list[tuple[str, str]]:
         ("skipped", f"{added.skipped:,}"),
         ("causes", words.counted(added.causes) or "none"),
         ("retries", f"{added.retries:,}"),
-        ("cannot be told", f"{added.undecided:,}"),
+        ("without gradients", f"{added.without_gradients:,}"),
+        ("undecided", f"{added.undecided:,}"),
         ("first scale", words.power(added.first_scale)),
         ("last scale", words.power(added.last_scale)),
         ("lowest scale", words.power(added.lowest_scale)),

@@ -1,4 +1,4 @@
-"""gradlift demo: one net, one tiny loss, five ways to train it in float16."""
+"""gradlift demo: a small network with a tiny loss, trained in five ways."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTENDERS = (
 )
 
 
-class Outcome(NamedTuple):
+class Training(NamedTuple):
     loss: float
     skipped: int
     retries: int
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 @click.command()
-@click.option("--steps", default=300, show_default=True, help="Steps for each contender.")
+@click.option("--steps", default=300, show_default=True, help="Steps of each run.")
 @click.option("--seed", default=0, show_default=True)
 def demo(steps: int, seed: int) -> None:
-    """Train a small deep net in real float16 NumPy arrays, with and without loss scaling."""
+    """Train a small network in float16 NumPy arrays, with and without loss scaling."""
     try:
         import numpy  # noqa: F401
     except ImportError:
@@ -74,13 +74,13 @@ def demo(steps: int, seed: int) -> None:
             )
     console.print(table)
     console.print(
-        "A net that learned nothing has loss 1. Flushed: the share of weight gradients\n"
+        "A network that learned nothing has loss 1. Flushed: the share of weight gradients\n"
         "that float16 rounded to zero.\n"
     )
 
 
-def train(rule: str, dtype: str, steps: int, seed: int, tick: Callable[[], Any]) -> Outcome:
-    """Trains from scratch and returns what came of it."""
+def train(rule: str, dtype: str, steps: int, seed: int, tick: Callable[[], Any]) -> Training:
+    """Trains from scratch and returns the figures."""
     import numpy as np
 
     from ..numpy import Masters, Scaler
@@ -107,7 +107,7 @@ def train(rule: str, dtype: str, steps: int, seed: int, tick: Callable[[], Any])
         retries += result.retries
         tick()
     tail = max(1, steps // 10)
-    return Outcome(
+    return Training(
         float(np.mean(losses[-tail:])),
         scaler.skipped_steps,
         retries,

@@ -1,4 +1,4 @@
-"""gradlift doctor: what is wrong with a run, in words."""
+"""gradlift doctor: what is wrong with a run."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from .._diagnose import Finding, diagnose
-from .._words import power
+from ..analysis.diagnosis import Finding, diagnose
+from ..analysis.words import cause, power
 from ..journal import Event, Run, read_journal
 
 _STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
-_OVERFLOWS = ("skip", "retry", "halt")
+_NOT_APPLIED = ("skip", "retry", "halt")
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Findings and events as JSON.")
 def doctor(run: Path, as_json: bool) -> None:
-    """Say what is wrong with RUN (a journal or a run's folder), most serious first.
+    """Print what is wrong with RUN (a journal or a run's folder), most serious first.
 
     The exit status is 1 if training is broken.
     """
     read = read_journal(run)
     findings = diagnose(read)
-    told = _told(read)
+    events = _not_applied(read)
     if as_json:
-        click.echo(json.dumps(_plain(read, findings, told), indent=1))
+        click.echo(json.dumps(_plain(read, findings, events), indent=1))
     else:
-        _print(read, findings, told)
+        _print(read, findings, events)
     sys.exit(1 if any(f.severity == "broken" for f in findings) else 0)
 
 
-def _told(run: Run) -> list[dict[str, Any]]:
-    """Every overflow: its step, what was done, why, and who."""
-    return [_of(event) for event in run.events if event.what in _OVERFLOWS]
+def _not_applied(run: Run) -> list[dict[str, Any]]:
+    """Every skip, retry and halt: its step, cause, scale and culprits."""
+    return [_of(event) for event in run.events if event.what in _NOT_APPLIED]
 
 
 def _of(event: Event) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _of(event: Event) -> dict[str, Any]:
     return {
         "step": event.step,
         "what": event.what,
-        "cause": str(detail.get("cause", "")).lower().replace("_", " "),
+        "cause": cause(detail.get("cause", "")),
         "scale": detail.get("scale"),
         "next_scale": detail.get("next_scale"),
         "culprits": [str(c) for c in detail.get("culprits") or ()],
@@ -57,30 +57,30 @@ def _of(event: Event) -> dict[str, Any]:
     }
 
 
-def _plain(run: Run, findings: list[Finding], told: list[dict[str, Any]]) -> dict[str, Any]:
+def _plain(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "steps": len(run.steps),
         "skipped": run.skipped,
         "broken": any(f.severity == "broken" for f in findings),
         "findings": [f._asdict() for f in findings],
-        "events": told,
+        "events": events,
     }
 
 
-def _print(run: Run, findings: list[Finding], told: list[dict[str, Any]]) -> None:
+def _print(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     console.print(Text(f"{len(run.steps)} steps, {run.skipped} skipped\n"))
     for finding in findings:
         console.print(Text(f"{finding.severity:8}", _STYLES[finding.severity]), end="")
         console.print(Text(finding.title, "bold"))
-        for said in (finding.evidence, _where(finding), f"-> {finding.advice}"):
-            if said:
-                console.print(Padding(Text(said), (0, 0, 0, 8)))
+        for part in (finding.evidence, _where(finding), f"-> {finding.advice}"):
+            if part:
+                console.print(Padding(Text(part), (0, 0, 0, 8)))
         console.print()
     if not findings:
-        console.print(Text("Nothing is wrong with this run, as far as its journal tells.\n"))
-    for event in told:
+        console.print(Text("Nothing is wrong with this run, as far as its journal shows.\n"))
+    for event in events:
         console.print(Text(_line(event)), soft_wrap=True)
 
 
@@ -94,14 +94,14 @@ def _where(finding: Finding) -> str:
 
 def _line(event: dict[str, Any]) -> str:
     step = "?" if event["step"] is None else event["step"]
-    said = f"step {step:>7}  {event['what']:5}  {event['cause']}"
+    line = f"step {step:>7}  {event['what']:5}  {event['cause']}"
     if isinstance(event["scale"], (int, float)):
-        said += f" at {power(event['scale'])}"
+        line += f" at {power(event['scale'])}"
         if isinstance(event["next_scale"], (int, float)) and event["next_scale"] != event["scale"]:
-            said += f" -> {power(event['next_scale'])}"
+            line += f" -> {power(event['next_scale'])}"
     if event["culprits"]:
         more = len(event["culprits"]) - 1
-        said += f": {event['culprits'][0]}" + (f" and {more} more" if more else "")
+        line += f": {event['culprits'][0]}" + (f" and {more} more" if more else "")
     if event["micro_batch"] is not None:
-        said += f", micro-batch {event['micro_batch']}"
-    return said + (f" [{event['key']}]" if event["key"] else "")
+        line += f", micro-batch {event['micro_batch']}"
+    return line + (f" [{event['key']}]" if event["key"] else "")

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
-from .._find_scale import Advice, Shares
-from .._find_scale import find_scale as find
+from ..analysis.static_scale import find_scale as find
+from ..rules.static_choice import Advice, Effect
 
 
 @click.command("find-scale")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="All candidates as JSON.")
 def find_scale(run: Path, as_json: bool) -> None:
-    """Say which static scale would fit RUN (a journal or a run's folder), and why."""
+    """Recommend a static scale for RUN (a journal or a run's folder), with the reason."""
     advice = find(run)
     if as_json:
         click.echo(json.dumps(_plain(advice), indent=1))
@@ -37,5 +37,5 @@ def _plain(advice: Advice) -> dict[str, object]:
     }
 
 
-def _numbers(shares: Shares) -> dict[str, float | None]:
-    return {name: None if math.isnan(x) else x for name, x in shares._asdict().items()}
+def _numbers(effect: Effect) -> dict[str, float | None]:
+    return {name: None if math.isnan(x) else x for name, x in effect._asdict().items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from .. import _words as words
-from .._replay import replay as under
+from ..analysis import words
+from ..analysis.replay import replay as under
 from ..journal import Run, read_journal
 from .compare import side_by_side
 
@@ -22,21 +22,21 @@ from .compare import side_by_side
     default=0,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Retries granted to a batch.",
+    help="Retries of a batch.",
 )
 def replay(run: Path, rule: str, retries: int) -> None:
-    """Replay RUN under another rule, beside what happened."""
+    """Replay RUN under another rule, and print it beside what happened."""
     recorded = read_journal(run)
     again = under(recorded, rule, retries=retries)
-    # A replay says what becomes of the scale; samples and times are still those of the recording.
+    # A replay computes the scale only; samples and times are those of the recording.
     scale_only = Run(header=again.header, steps=[s._replace(seconds=math.nan) for s in again.steps])
     console = Console()
     console.print(side_by_side([recorded, scale_only], ["what happened", "replay"]))
-    console.print(_said(recorded, again), markup=False, highlight=False)
+    console.print(_difference(recorded, again), markup=False, highlight=False)
 
 
-def _said(recorded: Run, again: Run) -> str:
-    """Where the two part, and what a replay cannot know."""
+def _difference(recorded: Run, again: Run) -> str:
+    """The first step at which the two differ, and what a replay does not show."""
     parted = next(
         (
             new.step
@@ -46,12 +46,14 @@ def _said(recorded: Run, again: Run) -> str:
         None,
     )
     if parted is None:
-        said = "The replay and what happened are the same at every step."
+        text = "The replay and what happened are the same at every step."
     else:
-        said = f"They part at step {parted:,}."
+        text = f"They differ from step {parted:,} on."
     if again.undecided:
-        said += (
-            f" {words.count(again.undecided, 'step')} cannot be told: the recording overflowed at "
-            "a smaller scale, or took no amax."
+        text += (
+            f" {words.count(again.undecided, 'step')} are undecided: the recording overflowed at "
+            "a larger scale, or did not measure amax."
         )
-    return said + " Losses are those of the recording: a replay moves the scale, not the weights."
+    return (
+        text + " Losses are those of the recording: a replay computes the scale, not the weights."
+    )

@@ -10,6 +10,8 @@ import click
 from .. import report as reports
 from ..errors import GradliftError
 from ..journal import JOURNAL, read_journal
+from ..observe.folder import write_file
+from ..text import visible
 
 
 @click.command()
@@ -18,9 +20,9 @@ from ..journal import JOURNAL, read_journal
 @click.option("--text", "form", flag_value="text", help="Plain text instead of a web page.")
 @click.option("--json", "form", flag_value="json", help="JSON instead of a web page.")
 def report(run: Path, output: Path | None, form: str | None) -> None:
-    """Draw the report of RUN, a journal or a run's folder.
+    """Write the report of RUN, a journal or a run's folder.
 
-    A web page is written beside the journal unless -o says otherwise; text and JSON are printed.
+    A web page is written beside the journal unless -o names a file; text and JSON are printed.
     """
     recorded = read_journal(run)
     if form == "text":
@@ -29,19 +31,22 @@ def report(run: Path, output: Path | None, form: str | None) -> None:
         made = json.dumps(reports.as_json(recorded), indent=2) + "\n"
     else:
         made = reports.html(recorded)
-        output = output or beside(recorded.path or run)
-    if output is None:
+    target = output or (None if form else beside(recorded.path or run))
+    if target is None:
         click.echo(made, nl=False)
         return
     try:
-        output.write_text(made, encoding="utf-8")
+        if output is None:
+            write_file(target, made)
+        else:
+            target.write_text(made, encoding="utf-8")
     except OSError as error:
-        raise GradliftError(f"cannot write {output}: {error.strerror}") from error
-    click.echo(f"report: {output}")
+        raise GradliftError(f"cannot write {target}: {error.strerror}") from error
+    click.echo(f"report: {visible(str(target))}")
 
 
 def beside(journal: Path) -> Path:
-    """Where a journal's page belongs.
+    """The path of a journal's page.
 
     >>> beside(Path("runs/a/journal.jsonl")).as_posix(), beside(Path("old.jsonl")).as_posix()
     ('runs/a/report.html', 'old.html')

@@ -1,16 +1,41 @@
-"""gradlift run: an unchanged script, with gradlift's scaler in it, recorded and reported."""
+"""gradlift run: runs a script unchanged, records it and writes a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import os
+import sys
+import warnings
+from pathlib import Path
 
 import click
 
-from .._folder import rank
-from ..journal import Journal
+from ..analysis.static_scale import find_scale
+from ..errors import GradliftError, JournalWarning
+from ..journal import JOURNAL, Journal, Run, Sink, read_journal
+from ..observe import folder as _folder
+from ..observe import script as _script
 from ..rules import parse
-from ._script_command import ScriptCommand, carry_out, options
+from ..session import RUNS, Session
+from ..text import visible
+from ._status import Status
+
+
+class ScriptCommand(click.Command):
+    """Options before the script are gradlift's; those after its path, or after -m, the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        valued = {
+            option
+            for parameter in self.params
+            if isinstance(parameter, click.Option) and not parameter.is_flag
+            for option in parameter.opts
+        }
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] not in ("-m", "--"):
+            at += 2 if args[at] in valued else 1
+        if at < len(args) and args[at] != "--":
+            args = [*args[:at], "--", *args[at:]]
+        return super().parse_args(ctx, args)
 
 
 @click.command(cls=ScriptCommand)
@@ -21,37 +46,91 @@ from ._script_command import ScriptCommand, carry_out, options
 @click.option(
     "--trace-nan", is_flag=True, help="After a NaN loss, run the batch again and name the module."
 )
-@click.option("--apex", is_flag=True, help="import apex finds gradlift's amp and fp16_utils.")
-@options
+@click.option("--apex", is_flag=True, help="`import apex` gives gradlift's amp and fp16_utils.")
+@click.option("--runs-dir", default=RUNS, show_default=True, type=Path)
+@click.option("--name", help="Name of the run's folder. [default: script and time]")
+@click.option("--no-report", is_flag=True, help="Record only.")
+@click.option("-q", "--quiet", is_flag=True, help="No status line, no summary.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def run(
-    command: tuple[str, ...], rule: str | None, trace_nan: bool, apex: bool, **how: Any
+    command: tuple[str, ...],
+    rule: str | None,
+    every: int,
+    trace_nan: bool,
+    apex: bool,
+    runs_dir: Path,
+    name: str | None,
+    no_report: bool,
+    quiet: bool,
 ) -> None:
-    """Run a PyTorch script with gradlift's scaler in place of torch's, record it, report.
+    """Run a script unchanged, record its steps and write a report.
 
     \b
     gradlift run train.py --lr 3e-4
     gradlift run --rule auto -m package.train --epochs 3
     gradlift run --apex old_train.py --opt-level O2
 
-    Without --rule, scales, skips and weights are those of the plain run, to the bit, as long as
-    each loss is finite: after one that is not, torch lowers a scale that is not to blame.
+    Output, weights, optimizer state and random numbers equal those of the plain run, to the bit.
+    Only --rule changes the run: gradlift's scaler is used instead of torch's, with that rule.
     """
     if rule is not None:
         parse(rule)
     if apex:
         from ._apex import stand_in
 
-        stand_in(how["quiet"])
+        stand_in(quiet)
+    stem = _script.check(command)
+    rank, world = _folder.rank(), _folder.world_size()
+    runs = runs_dir.absolute()  # the script may change the directory
+    folder = _folder.make(stem, runs, name, command) if rank == 0 else _folder.shared(runs)
+    pointer = _folder.share(folder, runs) if rank == 0 and world > 1 and folder else None
+    status: list[Sink] = [Status(quiet)] if rank == 0 else []
+    journal = Journal(_folder.journal_of(folder, rank), also=status)
+    journal.describe(mode="run", command=list(command), every=every, world_size=world)
+    session = Session(journal, every=every if rank == 0 else None, rule=rule, trace_nan=trace_nan)
+    process = os.getpid()
+    with session:
+        ending = _script.run(command)
+        ending.show()
+        if os.getpid() != process:  # a child that the script has forked: its end is not the run's
+            ending.leave()
+        session.end(ending.error)
+    if pointer is not None:
+        pointer.unlink(missing_ok=True)
+    if rank == 0 and folder is not None:
+        _tell(folder, session, no_report, quiet, ending)
+    ending.leave()
 
-    def watch(journal: Journal) -> Callable[[], None]:
-        from ..torch._recording import record
 
-        on_event = None
-        if trace_nan:
-            from ..torch._trace import Tracer
+def _tell(
+    folder: Path, session: Session, no_report: bool, quiet: bool, ending: _script.Ending
+) -> None:
+    if not {"torch", "jax", "keras"} & set(sys.modules) and not session.recorded:
+        if ending.well:
+            raise GradliftError("the script never imported torch: there was nothing to record")
+        return
+    if quiet and no_report:
+        return
+    from .. import report
 
-            on_event = Tracer(journal)
-        every = how["every"] if rank() == 0 else None
-        return record(journal, rule=rule, every=every, on_event=on_event)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JournalWarning)
+        run = read_journal(folder)
+    if not no_report:
+        _folder.write_file(folder / _folder.REPORT, report.html(run))
+    if not quiet:
+        shown = folder / (JOURNAL if no_report else _folder.REPORT)
+        what = "recorded" if no_report else "report"
+        lines = ["", *_summary(run, session.what_was_seen), f"{what}: {shown}"]
+        click.echo(visible("\n".join(lines), keep="\n"), err=True)
+    sys.stderr.flush()
 
-    carry_out(command, watch, mode="run", **how)
+
+def _summary(run: Run, seen: str) -> list[str]:
+    """The summary of a run, and which static scale would fit if nothing was scaled."""
+    from .. import report
+
+    if not run.steps:
+        return [seen]
+    advice = [find_scale(run).reason] if run.header.get("rule") == "off" else []
+    return [report.summary(run), *([seen] if seen else []), *advice]

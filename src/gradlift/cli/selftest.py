@@ -1,4 +1,4 @@
-"""gradlift selftest: does this device do what the CPU does?"""
+"""gradlift selftest: does this device give the same results as the CPU?"""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .._words import count, duration
+from ..analysis.words import count, duration
 from ..errors import GradliftError
 
 if TYPE_CHECKING:
     import torch
 
-_SAID = {True: ("held", "green"), False: ("failed", "bold red"), None: ("not applicable", "dim")}
+_WORDS = {True: ("passed", "green"), False: ("failed", "bold red"), None: ("not applicable", "dim")}
 
 
 @click.command()
-@click.option("--device", "name", help="As torch spells it: cuda, cuda:1, mps, xpu, cpu.")
+@click.option("--device", "name", help="A torch device: cuda, cuda:1, mps, xpu, cpu.")
 def selftest(name: str | None) -> None:
-    """Check in about a minute that this machine's accelerator does what the CPU does.
+    """Check in about a minute that an accelerator gives the same results as the CPU.
 
-    Exit status 1 if a check failed.
+    The exit status is 1 if a check failed.
     """
     device = _device(name)
-    from ..torch._selftest import CHECKS, outcomes
+    from ..selftest.checks import CHECKS, outcomes
 
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -36,28 +36,28 @@ def selftest(name: str | None) -> None:
     table.add_column("")
     table.add_column("time", justify="right", no_wrap=True)
     seen = []
-    with console.status(_told(0, len(CHECKS))) as status:
+    with console.status(_progress(0, len(CHECKS))) as status:
         for outcome in outcomes(device):
             seen.append(outcome)
-            status.update(_told(len(seen), len(CHECKS)))
-            word, style = _SAID[outcome.held]
-            said = Text(f"{word}: {outcome.reason}" if outcome.reason else word, style=style)
-            table.add_row(Text(outcome.name), said, duration(outcome.seconds))
+            status.update(_progress(len(seen), len(CHECKS)))
+            word, style = _WORDS[outcome.held]
+            cell = Text(f"{word}: {outcome.reason}" if outcome.reason else word, style=style)
+            table.add_row(Text(outcome.name), cell, duration(outcome.seconds))
     console.print(Text(_described(device)))
     console.print(table)
     counts = [sum(outcome.held is kind for outcome in seen) for kind in (True, False, None)]
-    console.print(f"{counts[0]} held, {counts[1]} failed, {counts[2]} not applicable")
+    console.print(f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not applicable")
     if counts[1]:
         raise SystemExit(1)
 
 
-def _told(done: int, whole: int) -> str:
+def _progress(done: int, whole: int) -> str:
     return f"{done} of {count(whole, 'check')} done"
 
 
 def _device(name: str | None) -> torch.device:
-    """The device asked for, or the best there is; an error in one line if it cannot be used."""
-    # bfloat16 products may die on virtual machines that advertise AMX; set before torch is loaded.
+    """The device by name, or the best there is; an error in one line if it cannot be used."""
+    # bfloat16 products crash on some virtual machines that advertise AMX; set before torch loads.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     try:
         import torch

@@ -1,11 +1,10 @@
-"""gradlift watch: a running job, seen from another shell."""
+"""gradlift watch: shows a running job, from another shell."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 
 import click
 from rich import box
@@ -14,25 +13,24 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .._words import bits, duration, number, percent, power
+from ..analysis.words import bits, duration, number, percent, power, sparkline
 from ..errors import JournalError
+from ..text import visible
 from ._view import Frame, Lane, Tail
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @click.command()
 @click.argument("run", type=click.Path())
-@click.option("--once", is_flag=True, help="Print one picture and end.")
+@click.option("--once", is_flag=True, help="Print once and end.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.05),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks.",
+    help="Seconds between two updates.",
 )
 def watch(run: str, once: bool, interval: float) -> None:
-    """Watch a running job: RUN is its folder or its journal. Ctrl-C ends."""
+    """Show a running job. RUN is its folder or its journal. Ctrl-C ends."""
     tail, console = Tail(run), Console()
     if once:
         if not tail.look():
@@ -47,7 +45,7 @@ def watch(run: str, once: bool, interval: float) -> None:
                 live.update(now, refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
-        pass  # how a watch is meant to end
+        pass  # the usual end
 
 
 def _age(tail: Tail) -> float:
@@ -56,14 +54,14 @@ def _age(tail: Tail) -> float:
 
 def waiting(run: str) -> Text:
     """What is shown before there is a journal."""
-    return Text(f"waiting for {run}: there is no journal yet")
+    return Text(f"waiting for {visible(run)}: there is no journal yet")
 
 
 def drawn(frame: Frame, run: str) -> RenderableType:
-    """A frame as a picture. Names are drawn as they are: none is taken for markup."""
+    """A frame as text and tables. Names are never parsed as markup."""
     rule = str(frame.header.get("rule", "unknown"))
     parts: list[RenderableType] = [
-        Text(run, style="bold", no_wrap=True, overflow="ellipsis"),
+        Text(visible(run), style="bold", no_wrap=True, overflow="ellipsis"),
         Text(f"rule {rule}{_speed(frame)}"),
         _lanes(frame.lanes) if frame.lanes else Text("\nno steps yet\n"),
         *map(_history, frame.lanes),
@@ -71,9 +69,9 @@ def drawn(frame: Frame, run: str) -> RenderableType:
     ]
     if frame.culprits:
         times = [(name, str(n)) for name, n in frame.culprits]
-        parts.append(_table("most often first to fail", ["times"], times))
+        parts.append(_table("most often the first culprit", ["times"], times))
     if frame.worst:
-        title = f"flushed most, at step {frame.sampled}"
+        title = f"most flushed, at step {frame.sampled}"
         rows = [(name, percent(lost), percent(thin)) for name, lost, thin in frame.worst]
         parts.append(_table(title, ["flushed", "subnormal"], rows))
     parts.append(_age_line(frame))
@@ -99,7 +97,7 @@ def _lanes(lanes: list[Lane]) -> Table:
             power(last.next_scale),
             number(last.loss),
             number(last.norm),
-            bits(lane.headroom_bits),
+            bits(last.headroom()),
             number(last.lr),
             f"{lane.skipped} of {lane.steps}",
         )
@@ -114,8 +112,8 @@ def _history(lane: Lane) -> Text:
 
 
 def _skips(frame: Frame) -> Text:
-    told = ", ".join(f"{n} {cause}" for cause, n in frame.causes.items())
-    line = Text(f"skipped: {told or 'none'}", style="yellow" if told else "")
+    causes = ", ".join(f"{n} {cause}" for cause, n in frame.causes.items())
+    line = Text(f"skipped: {causes or 'none'}", style="yellow" if causes else "")
     if frame.retries:
         line.append(f"; retried: {frame.retries}")
     if frame.resumes:
@@ -136,25 +134,7 @@ def _table(title: str, columns: list[str], rows: Sequence[tuple[str, ...]]) -> T
 
 
 def _age_line(frame: Frame) -> Text:
-    said = f"last line {duration(frame.age)} ago"
+    age = f"last line {duration(frame.age)} ago"
     if frame.stands_still:
-        return Text(f"{said}: the job stands still, or has ended", style="bold red")
-    return Text(said, style="dim")
-
-
-def sparkline(values: tuple[float, ...], width: int) -> str:
-    """Values as bars between their lowest and their highest; what is not finite is a blank.
-
-    >>> sparkline((0.0, 1.0, 7.0, math.nan, 7.0), 5)
-    '▁▂█ █'
-    """
-    if len(values) > width:  # the lowest of each share
-        ends = [len(values) * i // width for i in range(width + 1)]
-        values = tuple(min(values[a:b]) for a, b in pairwise(ends))
-    known = [v for v in values if math.isfinite(v)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    span = (high - low) or 1.0
-    return "".join(
-        _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
-        for v in values
-    )
+        return Text(f"{age}: the job hangs or has ended", style="bold red")
+    return Text(age, style="dim")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ._versions import require
+from .versions import require
 
 require("accelerate", "1.15", "2")
 
@@ -24,7 +24,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from ..errors import SettingsError
 from ..rules import Rule
 from ..torch import GradScaler
-from ._trainer_scaler import TrainerScaler, parameters_of
+from .trainer_scaler import TrainerScaler, parameters_of
 
 __all__ = ["install"]
 
@@ -86,7 +86,8 @@ class _Scaler(TrainerScaler):
         # on a device in any case, and LBFGS may have been put back.
         for each in self._accelerator._optimizers if self._accelerator else ():
             if _inner(each) is optimizer:
-                each._accelerate_step_called = self._result.stepped
+                result = self.result
+                each._accelerate_step_called = result is not None and result.stepped
         return value
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from weakref import WeakSet
 
-from ._versions import require
+from .versions import require
 
 require("lightning", "2.6", "3")
 
@@ -21,7 +21,7 @@ from lightning.fabric.plugins import MixedPrecision as Base
 from torch.nn import Module
 
 from ..rules import Rule
-from ._trainer_scaler import TrainerScaler, scaler_for
+from .trainer_scaler import TrainerScaler, scaler_for
 
 __all__ = ["MixedPrecision"]
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ._versions import require
+from .versions import require
 
 require("lightning", "2.6", "3")
 
@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ..errors import MisuseError
 from ..rules import Rule
-from ._trainer_scaler import parameters_of, scaler_for
+from .trainer_scaler import parameters_of, scaler_for
 
 __all__ = ["MixedPrecision"]
 
@@ -109,7 +109,7 @@ class MixedPrecision(Base):
         else:
             value = closure()
             if model.automatic_optimization and not self._losses:
-                self.scaler.result = None  # `training_step` gave no loss: there is nothing to step
+                self.scaler._last = None  # `training_step` gave no loss: there is nothing to step
                 return value
             self._after_closure(model, optimizer)
             value = self.scaler.step(optimizer, **kwargs)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from typing import Any
 
-from ..errors import GradliftError
-from ..journal import Event, Sample, Step
-from ._scalars import Scalars, short_facts, worst_shares
+from .chart_sink import ChartSink, needed, short_facts
 
 _BATCH = 1000  # the most that MLflow takes in one call
 _SECONDS = 10.0
 
 
-class MLflow:
+class MLflow(ChartSink):
     """Logs to the run `run_id`, to the one that is active, or to a new one in `experiment`.
 
     Metrics are sent in batches, of a thousand or of ten seconds, so that training does not wait
@@ -31,21 +28,14 @@ class MLflow:
         tracking_uri: str | None = None,
         experiment: str = "gradlift",
     ) -> None:
-        try:
-            import mlflow
-        except ImportError as error:
-            raise GradliftError(
-                f"the MLflow sink needs mlflow ({error}): pip install mlflow"
-            ) from None
-        self._mlflow: Any = mlflow
+        super().__init__()
+        self._mlflow = needed("mlflow")
         self._client: Any = None
         self._tracking_uri, self._experiment = tracking_uri, experiment
         self.run_id = run_id
         self._own = False
-        self._scalars, self._events = Scalars(), Counter[str]()
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
-        self._last = 0
 
     def header(self, facts: dict[str, Any]) -> None:
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
@@ -59,18 +49,6 @@ class MLflow:
             self.run_id, self._own = self._client.create_run(where).info.run_id, True
         for name, value in short_facts(facts).items():
             self._client.set_tag(self.run_id, f"gradlift.{name}", str(value))
-
-    def step(self, step: Step) -> None:
-        self._last = step.step
-        self._log(step.step, self._scalars.of(step))
-
-    def event(self, event: Event) -> None:
-        name = f"gradlift/events/{event.what}"
-        self._events[name] += 1
-        self._log(self._last if event.step is None else event.step, {name: self._events[name]})
-
-    def sample(self, sample: Sample) -> None:
-        self._log(sample.step, worst_shares(sample))
 
     def close(self) -> None:
         if self._client is not None:

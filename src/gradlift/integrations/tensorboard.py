@@ -6,18 +6,17 @@ import os
 import time
 from typing import Any
 
-from ..errors import GradliftError
-from ..journal import Event, Sample, Step
-from ._scalars import Scalars, bins, short_facts, worst_shares
+from ..journal import Event
+from .chart_sink import ChartSink, needed, short_facts
 
 
-class TensorBoard:
+class TensorBoard(ChartSink):
     """Writes event files into `folder`, with the tensorboard package's own writer.
 
     A histogram counts exponents of a gradient as scaled: 2^e up to 2^(e+1) lies in bucket e.
 
     >>> import tempfile, os
-    >>> from gradlift import Journal
+    >>> from gradlift import Journal, Step
     >>> folder = tempfile.mkdtemp()
     >>> with Journal(os.path.join(folder, "journal.jsonl"), also=[TensorBoard(folder)]) as journal:
     ...     journal.step(Step(0, scale=8.0, next_scale=8.0, loss=0.25))
@@ -26,59 +25,37 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from tensorboard.compat.proto import (  # type: ignore[import-untyped]
-                event_pb2,
-                summary_pb2,
-                tensor_pb2,
-            )
-            from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
-                EventFileWriter,
-            )
-        except ImportError as error:
-            raise GradliftError(
-                f"the TensorBoard sink needs tensorboard ({error}): pip install tensorboard"
-            ) from None
-        self._event, self._summary, self._tensor = event_pb2, summary_pb2, tensor_pb2
-        self._writer = EventFileWriter(os.fspath(folder))
-        self._scalars = Scalars()
-        self._last = 0
+        super().__init__()
+        self._event, self._summary, self._tensor = (
+            needed(f"tensorboard.compat.proto.{name}_pb2")
+            for name in ("event", "summary", "tensor")
+        )
+        writer = needed("tensorboard.summary.writer.event_file_writer")
+        self._writer = writer.EventFileWriter(os.fspath(folder))
 
     def header(self, facts: dict[str, Any]) -> None:
         rows = [f"| {name} | {_cell(value)} |" for name, value in short_facts(facts).items()]
         self._add(0, [self._text("gradlift/run", "\n".join(["| fact | |", "|---|---|", *rows]))])
 
-    def step(self, step: Step) -> None:
-        self._last = step.step
-        self._add(step.step, self._simple(self._scalars.of(step)))
-
     def event(self, event: Event) -> None:
-        told = ", ".join(f"{name}: {value}" for name, value in event.detail.items())
-        at = self._last if event.step is None else event.step
-        self._add(at, [self._text("gradlift/events", f"**{event.what}** {_cell(told)}")])
-
-    def sample(self, sample: Sample) -> None:
-        values = self._simple(worst_shares(sample))
-        for name, shares in sample.parameters.items():
-            exponents, counts = bins(shares)
-            if exponents:
-                tag = f"gradlift/exponents/{name}"
-                values.append(
-                    self._summary.Summary.Value(tag=tag, histo=self._histogram(exponents, counts))
-                )
-        self._add(sample.step, values)
+        detail = ", ".join(f"{name}: {value}" for name, value in event.detail.items())
+        text = self._text("gradlift/events", f"**{event.what}** {_cell(detail)}")
+        self._add(self._step_of(event), [text])
 
     def close(self) -> None:
         self._writer.close()
 
-    def _simple(self, numbers: dict[str, float]) -> list[Any]:
+    def _log(self, step: int, values: dict[str, Any]) -> None:
         value = self._summary.Summary.Value
-        return [value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        kinds = {
+            tag: "simple_value" if isinstance(v, float) else "histo" for tag, v in values.items()
+        }
+        self._add(step, [value(tag=tag, **{kinds[tag]: v}) for tag, v in values.items()])
 
-    def _histogram(self, exponents: list[int], counts: list[int]) -> Any:
+    def _histogram(self, exponents: range, counts: list[int]) -> Any:
         return self._summary.HistogramProto(
             min=exponents[0],
-            max=exponents[-1] + 1,
+            max=exponents.stop,
             num=sum(counts),
             sum=sum(e * n for e, n in zip(exponents, counts)),
             sum_squares=sum(e * e * n for e, n in zip(exponents, counts)),

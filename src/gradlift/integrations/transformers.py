@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._versions import require
+from .versions import require
 
 require("transformers", "5.22", "6")
 

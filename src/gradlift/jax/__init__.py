@@ -1,7 +1,7 @@
 """JAX: loss scaling as pure functions, inside `jit`, `scan` and `shard_map`, with optax.
 
     Route A: the scaler goes in and out              Route B: the optimizer carries it
-    scaler = Scaler("auto")                          tx = wrap(optax.adamw(1e-3), "auto")
+    scaler = Scaler("dynamic")                       tx = wrap(optax.adamw(1e-3), "auto")
     loss, grads, scaler, result = (                  grads = jax.grad(lambda p: scale_loss(
         value_and_grad(f)(scaler, params, batch))        f(p, batch), opt_state))(params)
     params, opt_state = apply(                       updates, opt_state = tx.update(
@@ -11,7 +11,7 @@
 >>> import jax, jax.numpy as jnp, optax
 >>> import gradlift.jax as gl
 >>> params, optimizer = {"w": jnp.ones(3)}, optax.adam(0.1)
->>> opt_state, scaler = optimizer.init(params), gl.Scaler("auto")
+>>> opt_state, scaler = optimizer.init(params), gl.Scaler("auto", retries=True)
 >>> def loss_fn(params, x):
 ...     return (params["w"].astype(jnp.float16) * x).astype(jnp.float32).sum()
 >>> @jax.jit
@@ -24,23 +24,23 @@
 True
 """
 
-from ._apply import apply
-from ._grad import value_and_grad
-from ._inspect import culprits
-from ._log import enforce, log, log_inside
-from ._master import MasterState, master
-from ._peers import (
+from .application import apply
+from .differentiate import value_and_grad
+from .finite_checking import culprits
+from .flax_names import DynamicScale
+from .jmp_names import (
     DynamicLossScale,
-    DynamicScale,
     LossScale,
     NoOpLossScale,
     StaticLossScale,
     all_finite,
     select_tree,
 )
-from ._policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from ._scaler import Result, Scaler
-from ._wrap import WrapState, scale_loss, wrap
+from .journaling import enforce, log, log_inside
+from .masters import MasterState, master
+from .optimizer_wrapper import WrapState, scale_loss, wrap
+from .policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from .scaler import Result, Scaler
 
 __all__ = [
     "Scaler",

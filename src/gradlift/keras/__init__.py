@@ -14,7 +14,7 @@ causes and a record of every step.
 True
 """
 
-from ._logger import ScaleLogger
-from ._optimizer import LossScaleOptimizer
+from .loss_scale_optimizer import LossScaleOptimizer
+from .scale_logger import ScaleLogger
 
 __all__ = ["LossScaleOptimizer", "ScaleLogger"]

@@ -26,6 +26,6 @@ except AttributeError as error:  # it asks NumPy for names that NumPy has droppe
         "Python 3.11 or older: pip install 'gradlift[mxnet]' in an environment of its own"
     ) from error
 
-from ._amp import init_trainer, scale_loss, unscale
+from .amp import init_trainer, scale_loss, unscale
 
 __all__ = ["init_trainer", "scale_loss", "unscale"]

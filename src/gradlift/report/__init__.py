@@ -1,10 +1,10 @@
-"""A run as something to look at: one web page, plain text, JSON, or ten lines.
+"""The reports of a run: a web page, plain text, JSON, or a summary of ten lines.
 
-Each is a pure function of a `Run`; none needs a framework, and the page none but plotly.
+Each is a pure function of a `Run`. None needs a framework; the page needs plotly.
 """
 
-from ._html import html
-from ._json import as_json
-from ._text import summary, text
+from .json_report import as_json
+from .page import html
+from .text_report import summary, text
 
 __all__ = ["html", "text", "as_json", "summary"]

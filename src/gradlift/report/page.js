@@ -1,6 +1,6 @@
 "use strict";
-// Draws the report's charts from the JSON in the page. Every name is escaped before plotly, which
-// reads a little HTML in its texts, gets to see it.
+// Draws the report's charts from the JSON in the page. Every name is escaped, since plotly
+// interprets some HTML in its texts.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12.5, color: colour("ink") },
     margin: { l: narrow() ? 44 : 58, r: 16, t: 14, b: 44 },
-    // On a phone a finger on a chart scrolls the page.
+    // On a touch screen dragging over a chart scrolls the page.
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     hovermode: "closest", hoverdistance: 40, showlegend: false,
     hoverlabel: {
@@ -52,7 +52,7 @@
   });
   const draw = (id, traces, figure) => Plotly.react(byId(id), traces, figure, CONFIG);
 
-  // A resumed run may count its steps anew: there the line is cut.
+  // A resumed run may start again at an earlier step: there the line is interrupted.
   function cut(values, line) {
     const made = values.slice();
     for (const at of line.later.slice().reverse()) made.splice(at, 0, null);
@@ -71,7 +71,7 @@
 
   function drawScale() {
     const marks = data.marks, groups = new Map();
-    // A mark lies on the line: whichever of them the pointer finds tells the whole.
+    // A mark lies on the line: both have the same hover text.
     const marked = new Map(marks.first.map((step, i) => [marks.key[i] + " " + step, i]));
     const textOf = (line, i) => {
       const mark = marked.get(line.key + " " + line.step[i]);
@@ -88,15 +88,15 @@
       groups.get(group).push(i);
     });
     for (const [group, members] of groups) {
-      const x = [], y = [], said = [];
+      const x = [], y = [], texts = [];
       for (const i of members) {
         const ends = marks.first[i] === marks.last[i] ? [marks.first[i]] : [marks.first[i], marks.last[i]];
-        for (const step of ends) { x.push(step); y.push(marks.scale[i]); said.push(markText(i)); }
-        x.push(null); y.push(null); said.push("");
+        for (const step of ends) { x.push(step); y.push(marks.scale[i]); texts.push(markText(i)); }
+        x.push(null); y.push(null); texts.push("");
       }
       const shade = colour(CAUSES[marks.cause[members[0]]] || "unknown");
       traces.push({
-        type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: said,
+        type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: texts,
         hovertemplate: "%{hovertext}<extra></extra>", line: { color: shade, width: 3 },
         marker: {
           color: shade, size: 8, symbol: SYMBOLS[marks.what[members[0]]] || "circle",
@@ -151,8 +151,8 @@
     const values = sorted(field), decades = Math.log10(values[values.length - 1] / values[0]);
     return { type: "log", tickformat: "~g", ...(decades > 2 ? { dtick: Math.ceil(decades / 6) } : {}) };
   }
-  // One wild loss would flatten all others: then the axis is logarithmic.
-  function wild(field) {
+  // If one value is far above all others the axis is logarithmic.
+  function hasOutlier(field) {
     const values = sorted(field);
     return values[0] > 0 && values[values.length - 1] > 20 * values[values.length >> 1];
   }
@@ -237,7 +237,7 @@
     byId("heat").style.height = Math.max(240, Math.min(860, 90 + 15 * rows)) + "px";
     const every = Math.max(1, Math.ceil(rows / 50));
     const ticks = heat.names.map((_, i) => i).filter((i) => i % every === 0);
-    const said = heat.names.map((name, r) => heat.step.map((step, c) =>
+    const texts = heat.names.map((name, r) => heat.step.map((step, c) =>
       `${escaped(tail(name, 48))}<br>step ${grouped(step)}<br>` +
       (heat.median[r][c] === null ? "nothing finite and above zero"
         : `median ${power(heat.median[r][c])}, from ${power(heat.low[r][c])} to ${power(heat.high[r][c])}`) +
@@ -245,7 +245,7 @@
     const labels = ticks.map((i) => tail(heat.names[i], most));
     const left = 16 + 6.4 * Math.max(...labels.map((l) => l.length));
     draw("heat", [{
-      type: "heatmap", z: heat[mode], y: heat.names.map((_, i) => i), hovertext: said,
+      type: "heatmap", z: heat[mode], y: heat.names.map((_, i) => i), hovertext: texts,
       x: heat.step.map((_, i) => i), xgap: heat.step.length < 60 ? 1 : 0, ygap: rows < 80 ? 1 : 0,
       hovertemplate: "%{hovertext}<extra></extra>", hoverongaps: false,
       ...(zero ? { zmin: 0, zmax: 100, colorscale: [[0, colour("accent-soft")], [0.5, colour("subnormal")], [1, colour("flushed")]] } : heatScale()),
@@ -273,7 +273,7 @@
   const CHARTS = {
     scale: drawScale, headroom: drawHeadroom,
     norm: () => drawCurve("norm", "norm %{y:.4g}", logarithmic("norm")),
-    loss: () => drawCurve("loss", "loss %{y:.5g}", wild("loss") ? logarithmic("loss") : {}),
+    loss: () => drawCurve("loss", "loss %{y:.5g}", hasOutlier("loss") ? logarithmic("loss") : {}),
     histogram: drawHistogram, heat: drawHeat,
   };
   const drawAll = () => Object.keys(CHARTS).filter(byId).forEach((id) => CHARTS[id]());
@@ -287,8 +287,8 @@
         const range = change["xaxis.range"] || [change["xaxis.range[0]"], change["xaxis.range[1]"]];
         if (following || range[0] === undefined) return;
         following = true;
-        const told = { "xaxis.range": range };
-        Promise.all(charts.filter((c) => c !== chart).map((c) => Plotly.relayout(c, told)))
+        const update = { "xaxis.range": range };
+        Promise.all(charts.filter((c) => c !== chart).map((c) => Plotly.relayout(c, update)))
           .then(() => { following = false; });
       });
     }
@@ -346,7 +346,7 @@
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   matchMedia("(max-width: 640px)").addEventListener("change", drawAll);
-  // Paper is white, whatever the screen was.
+  // Print in light colours.
   const print = (on) => { document.documentElement.classList.toggle("printing", on); drawAll(); };
   addEventListener("beforeprint", () => print(true));
   addEventListener("afterprint", () => print(false));

@@ -1,4 +1,4 @@
-"""Rules that move the scale: `Off`, `Static`, `Backoff`, `Headroom`, `Histogram`, `LogMax`.
+"""Rules that move the scale: `Off`, `Static`, `Backoff`, `Headroom`.
 
 A rule is frozen settings plus a pure, branch-free `advance(state, reading) -> state` that runs
 unchanged on Python numbers, NumPy, torch, JAX and Keras, and gives the same scales on each.
@@ -11,12 +11,12 @@ unchanged on Python numbers, NumPy, torch, JAX and Keras, and gives the same sca
 True
 """
 
-from ._backoff import Backoff
-from ._fixed import Off, Static
-from ._headroom import Headroom
-from ._magnitudes import Histogram, LogMax
-from ._presets import PRESETS, parse, preset
-from ._rule import Rule, ScaleState
+from .backoff import Backoff
+from .base import Rule, ScaleState
+from .fixed import Off, Static
+from .headroom import Headroom
+from .presets import PRESETS, preset
+from .text import parse, resolve
 
 __all__ = [
     "Rule",
@@ -25,9 +25,8 @@ __all__ = [
     "Static",
     "Backoff",
     "Headroom",
-    "Histogram",
-    "LogMax",
     "PRESETS",
     "preset",
     "parse",
+    "resolve",
 ]

@@ -14,11 +14,11 @@ finds a static scale on a few batches.
 True
 """
 
-from ._find_scale import find_scale
-from ._half import half_model
-from ._layerwise import layerwise
-from ._masters import MasterWeights
-from ._probe import probe
-from ._scaler import GradScaler
+from .lifting.lifting import layerwise
+from .masters.half_model import half_model
+from .masters.master_weights import MasterWeights
+from .probing import probe
+from .scaler.grad_scaler import GradScaler
+from .static_scale import find_scale
 
 __all__ = ["GradScaler", "MasterWeights", "find_scale", "half_model", "layerwise", "probe"]

@@ -1,0 +1,36 @@
+"""Findings: each a small pure function, run -> Finding or None, with a fixed kind."""
+
+from .finding import SEVERITIES, Check, Finding
+from .loss import forward_nan, half_loss
+from .overflow import culprit, exploding, floor, overflows, start, thrash
+from .ranks import ranks
+from .settings import lr_moved, odd_scale
+from .underflow import conservative, dead_layer, underflow
+
+CHECKS: tuple[Check, ...] = (
+    ranks,
+    forward_nan,
+    floor,
+    exploding,
+    thrash,
+    culprit,
+    overflows,
+    start,
+    dead_layer,
+    underflow,
+    half_loss,
+    lr_moved,
+    conservative,
+    odd_scale,
+)
+"""Within one severity findings have this order: causes before their consequences."""
+
+EXPLAINS: dict[str, tuple[str, ...]] = {
+    "floor": ("start", "thrash", "culprit", "overflows"),
+    "exploding": ("thrash", "culprit", "overflows"),
+    "thrash": ("culprit", "overflows"),
+    "culprit": ("overflows",),
+}
+"""Findings that a finding makes redundant: `thrash` already names the first culprit."""
+
+__all__ = ["CHECKS", "EXPLAINS", "SEVERITIES", "Check", "Finding"]

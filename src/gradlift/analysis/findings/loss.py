@@ -1,0 +1,65 @@
+"""Findings about the loss: not finite before it was scaled; computed in float16."""
+
+from __future__ import annotations
+
+import math
+
+from ...core import HALF_LOSS
+from ...journal import Run, Step
+from ..words import count
+from .finding import Finding, loss_failed, numbers, per_key
+
+AT_END = 3  # non-finite losses in a row at the end of a run: more than one bad batch
+
+
+@per_key
+def forward_nan(steps: list[Step], run: Run) -> Finding | None:
+    """The loss was inf or NaN before it was scaled: the forward pass is the cause."""
+    bad = [s for s in steps if loss_failed(s)]
+    if not bad:
+        return None
+    ended = len(steps) >= AT_END and all(loss_failed(s) for s in steps[-AT_END:])
+    broken = ended or 2 * len(bad) > len(steps)
+    value = "inf" if math.isinf(bad[0].loss) else "nan"
+    skipped = sum(s.skipped for s in bad)
+    modules = [
+        f"{e.detail.get('module')} ({e.detail.get('found', 'nan')}, "
+        f"{e.detail.get('where', 'forward')}, step {e.step})"
+        for e in run.events
+        if e.what == "trace" and e.detail.get("module")
+    ]
+    traced = f" First module with a non-finite output: {modules[0]}." if modules else ""
+    still = " The run ended that way." if ended else ""
+    where = f"in {modules[0].split(' (')[0]} " if modules else ""
+    hint = "" if modules else "; gradlift run --trace-nan names the module"
+    return Finding(
+        "broken" if broken else "warning",
+        "The loss itself is not finite",
+        f"The loss was inf or NaN in {count(len(bad), 'step')} of {len(steps)}, first at step "
+        f"{bad[0].step} (loss {value}); {skipped} of them were skipped. It was not finite before "
+        f"it was scaled, so the scale is not the cause.{still}{traced}",
+        numbers(bad),
+        (),
+        f"Look {where}for a log or a division at zero, inputs that are inf or NaN, or activations "
+        f"above float16's 65504{hint}.",
+        "forward-nan",
+    )
+
+
+def half_loss(run: Run) -> Finding | None:
+    """The loss was computed in float16, so its scale is capped."""
+    notes = [e for e in run.events if e.what == "note" and e.detail.get("code") == HALF_LOSS.code]
+    if not notes:
+        return None
+    largest = max((s.scale for s in run.steps), default=math.nan)
+    used = f"; the largest scale used was {largest:g}" if run.steps else ""
+    return Finding(
+        "warning",
+        "The loss is computed in float16",
+        f"Noted {count(len(notes), 'time')}: a float16 loss has 11 significant bits, and the "
+        f"backward pass casts the scale to float16, so it cannot exceed 32768{used}.",
+        tuple(e.step for e in notes[:1] if e.step is not None),
+        (),
+        "Compute the loss in float32: loss_function(outputs.float(), targets).",
+        "half-loss",
+    )

@@ -1,0 +1,161 @@
+"""What a value in a journal may be: its type, its range, its length, its depth.
+
+A journal is a file, and a file may hold anything. Each function here returns the value in the form
+that the rest of gradlift relies on, or raises `ValueError`; the reader then counts the line as
+damaged and leaves it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..text import visible
+
+LONGEST_LINE = 2**26  # bytes
+MOST_KEYS = 1000  # losses with a scale of their own
+MOST_NAMES = 200_000  # parameters or modules in one line
+LONGEST_TEXT = 10_000  # characters; longer texts are cut
+DEEPEST = 16  # lists and dictionaries inside each other
+_LARGEST = 2**63
+_EXPONENTS = frozenset(map(str, range(-1100, 1101)))  # float64 has -1074 to 1023
+
+
+def number(value: Any) -> float:
+    """A float; inf and NaN are texts in a journal.
+
+    >>> number(2), number("inf")
+    (2.0, inf)
+    """
+    if type(value) is float:
+        return value
+    if (type(value) is int and abs(value) < _LARGEST) or value in ("inf", "-inf", "nan"):
+        return float(value)
+    raise ValueError("not a number")
+
+
+def count(value: Any) -> int:
+    """A whole number from 0 to 2^63 - 1.
+
+    >>> count(3)
+    3
+    """
+    if type(value) is int and 0 <= value < _LARGEST:
+        return value
+    raise ValueError("not a count")
+
+
+def share(value: Any) -> float:
+    """A number from 0 to 1.
+
+    >>> share(0.25)
+    0.25
+    """
+    found = number(value)
+    if 0 <= found <= 1:
+        return found
+    raise ValueError("not a share")
+
+
+def text(value: Any) -> str:
+    """A text that is safe to print.
+
+    >>> text("head.weight")
+    'head.weight'
+    """
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return visible(value if len(value) <= LONGEST_TEXT else value[: LONGEST_TEXT - 3] + "...")
+
+
+def texts(value: Any) -> list[str]:
+    """A list of texts."""
+    if not isinstance(value, list):
+        raise ValueError("not a list")
+    return [text(each) for each in value]
+
+
+def plain(value: Any, depth: int = DEEPEST) -> Any:
+    """Any JSON value, with every text in it safe to print.
+
+    >>> plain({"command": ["train.py", 3, None]})
+    {'command': ['train.py', 3, None]}
+    """
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, (list, dict)):
+        if not depth:
+            raise ValueError("nested too deeply")
+        if isinstance(value, list):
+            return [plain(each, depth - 1) for each in value]
+        return {text(name): plain(each, depth - 1) for name, each in value.items()}
+    return number(value) if type(value) is int and abs(value) >= _LARGEST else value
+
+
+def statistics(value: Any) -> dict[str, Any]:
+    """What a sample has of one parameter, or a probe of one module.
+
+    >>> statistics({"elements": 4, "zero": 0.5, "exponents": {"-3": 2}})
+    {'elements': 4, 'zero': 0.5, 'exponents': {'-3': 2}}
+    """
+    if not isinstance(value, dict):
+        raise ValueError("not statistics")
+    return {text(name): _STATISTICS.get(name, plain)(each) for name, each in value.items()}
+
+
+def _exponents(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or not _EXPONENTS.issuperset(value):
+        raise ValueError("not counts by exponent")
+    return {exponent: count(n) for exponent, n in value.items()}
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or len(value) > MOST_NAMES:
+        raise ValueError("not sizes by name")
+    return {text(name): count(size) for name, size in value.items()}
+
+
+def _optional_count(value: Any) -> int | None:
+    return None if value is None else count(value)
+
+
+_STATISTICS: dict[str, Any] = {
+    "elements": count,
+    "zero": share,
+    "subnormal": share,
+    "near_max": share,
+    "amax": number,
+    "lift": number,
+    "exponents": _exponents,
+}
+_DETAIL: dict[str, Any] = {
+    "cause": text,
+    "scale": number,
+    "next_scale": number,
+    "culprits": texts,
+    "micro_batch": _optional_count,
+    "key": text,
+    "code": text,
+    "text": text,
+    "module": text,
+    "found": text,
+    "where": text,
+    "time": text,
+}
+_HEADER: dict[str, Any] = {"rule": text, "framework": text, "parameters": _sizes}
+
+
+def by_name(value: Any) -> dict[str, dict[str, Any]]:
+    """Statistics by name of parameter or module."""
+    if not isinstance(value, dict) or len(value) > MOST_NAMES:
+        raise ValueError("not statistics by name")
+    return {text(name): statistics(each) for name, each in value.items()}
+
+
+def detail(value: dict[str, Any]) -> dict[str, Any]:
+    """What an event has besides its step and its kind."""
+    return {text(name): _DETAIL.get(name, plain)(each) for name, each in value.items()}
+
+
+def header(value: dict[str, Any]) -> dict[str, Any]:
+    """A run's header."""
+    return {text(name): _HEADER.get(name, plain)(each) for name, each in value.items()}

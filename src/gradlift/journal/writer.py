@@ -1,0 +1,342 @@
+"""Writes a journal: append-only JSON lines. Reports and commands read nothing else.
+
+    {"kind":"header","schema":1,"time":...,"versions":{...},"rule":"backoff","parameters":{...}}
+    {"kind":"step","step":0,"scale":65536.0,"next_scale":65536.0,"amax":812.0,"norm":0.4,...}
+    {"kind":"event","step":7,"what":"skip","cause":"OVERFLOW",...}
+    {"kind":"sample","step":100,"parameters":{"head.weight":{...}}}
+    {"kind":"probe","step":100,"modules":{"blocks.0":{...}}}
+
+Every line is one `write` to a file opened for appending: a killed process loses at most the line it
+was writing. A line outlives the process; to outlive the machine's power it needs `fsync=True`.
+Fields at their default are left out; inf and NaN, which JSON lacks, are strings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from .._version import __version__
+from ..errors import JournalError, JournalWarning, warn
+from .reader import SCHEMA, check_head
+from .records import Event, Probe, Sample, Step
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_FRAMEWORKS = ("torch", "jax", "keras", "tensorflow", "numpy", "mxnet")
+_BACKLOG = 4 * 2**20  # bytes kept while a file cannot be written
+_PAUSE = 1.0  # seconds between two attempts at such a file
+
+
+class Sink(Protocol):
+    """An object that gets every record too; `gradlift.integrations` has TensorBoard and others."""
+
+    def header(self, facts: dict[str, Any]) -> None: ...
+    def step(self, step: Step) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def sample(self, sample: Sample) -> None: ...
+    def close(self) -> None: ...
+
+
+class Journal:
+    """Writes a run to `path`, one line a step. An existing journal is continued.
+
+    `describe` adds facts to the header, before the first line. The sinks in `also` get every
+    record too; a sink that fails is dropped with a warning, and training goes on. `fsync` waits
+    after each line until the disk has it: for journals that must survive a power failure, at the
+    price of one write to the disk a step.
+
+    >>> import tempfile, os
+    >>> from gradlift import read_journal
+    >>> path = os.path.join(tempfile.mkdtemp(), "run.jsonl")
+    >>> with Journal(path) as journal:
+    ...     journal.describe(rule="static:8", parameters={"w": 4})
+    ...     journal.step(Step(0, scale=8.0, next_scale=8.0, amax=2.0, loss=0.25))
+    >>> read_journal(path).steps[0].loss
+    0.25
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, also: Sequence[Sink] = (), fsync: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self._also = list(also)
+        self._process = os.getpid()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = _Lines(self.path, torn=self._check_existing(), fsync=fsync)
+        # A scaler with a path is seldom closed by hand: the file is also closed when the journal is
+        # garbage-collected, and at the end of the process.
+        self._close_lines = weakref.finalize(self, _close_own, self._lines, self._process)
+        self._header: dict[str, Any] | None = {
+            "kind": "header",
+            "schema": SCHEMA,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+    def _check_existing(self) -> bool:
+        """Refuses a file that is not a journal; True if its last line is cut off."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return False
+        with open(self.path, "rb") as file:
+            check_head(file.readline(), self.path)
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+
+    def describe(self, **facts: Any) -> None:
+        """Adds facts to the header: rule, formats, world_size, parameters (name -> size)."""
+        _check_names(facts, "kind", "schema", "time", "versions")
+        if self._header is None:
+            self.event("note", **facts)
+        else:
+            self._header.update(facts)
+
+    def step(self, step: Step) -> None:
+        """Records one step."""
+        line: dict[str, Any] = {"kind": "step"}
+        for name, value, default in zip(Step._fields, step, _STEP_DEFAULTS, strict=True):
+            if value is not default and value == value and value != default:  # NaN is left out
+                line[name] = value
+        if "verdict" in line:
+            line["verdict"] = str(step.verdict)
+        if "cause" in line:
+            line["cause"] = step.cause.name
+        self._write(line, step)
+
+    def event(self, what: str, step: int | None = None, **detail: Any) -> None:
+        """Records an event with its details."""
+        _check_names(detail, "kind")
+        line = {"kind": "event", "step": step, "what": what, **detail}
+        self._write(line, Event(step, what, detail))
+
+    def sample(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
+        """Records statistics by parameter."""
+        line = {"kind": "sample", "step": step, "parameters": parameters}
+        self._write(line, Sample(step, parameters))
+
+    def probe(self, step: int, modules: dict[str, dict[str, Any]]) -> None:
+        """Records statistics by module."""
+        line = {"kind": "probe", "step": step, "modules": modules}
+        self._write(line, Probe(step, modules))
+
+    def _write(self, line: dict[str, Any], record: Step | Event | Sample | Probe) -> None:
+        if os.getpid() != self._process:
+            return  # the steps of a forked child are no part of this run
+        header = self._header
+        if header is not None:
+            self._lines.claim()
+            header["versions"] = {"python": platform.python_version(), "gradlift": __version__} | {
+                name: str(sys.modules[name].__version__)
+                for name in _FRAMEWORKS
+                if hasattr(sys.modules.get(name), "__version__")
+            }
+            encoded = _line(header)
+            self._header = None
+            self._lines.write(encoded)
+        self._lines.write(_line(line))
+        if header is not None:
+            self._send("header", header)
+        if not isinstance(record, Probe):  # sinks draw parameters, not modules
+            self._send(line["kind"], record)
+
+    def _send(self, what: str, *given: Any) -> None:
+        for sink in tuple(self._also):
+            try:
+                getattr(sink, what)(*given)
+            except Exception as error:
+                self._also = [other for other in self._also if other is not sink]
+                name, kind = type(sink).__name__, type(error).__name__
+                warn(f"{name} gets no more records of this run: {kind}: {error}")
+
+    def close(self) -> None:
+        """Closes the file. A journal that was never closed is complete as well."""
+        self._close_lines()
+        self._send("close")
+        self._also = []
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+JournalLike = Journal | str | os.PathLike[str]
+"""A journal, or the path of one."""
+
+
+def opened(given: JournalLike | None) -> Journal | None:
+    """The journal at a path; a journal as it is.
+
+    >>> opened(None) is None
+    True
+    """
+    return Journal(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+class _Lines:
+    """A file of whole lines. A line that cannot be written is kept, up to a bound, and retried.
+
+    After a short write the file is truncated. Where that fails too, the next line begins with a
+    line end, so that only one line is damaged. The number of dropped lines is recorded in the file.
+    """
+
+    def __init__(self, path: Path, *, torn: bool, fsync: bool = False) -> None:
+        self.path, self.fsync = path, fsync
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+        self.torn = torn  # the file ends in the middle of a line
+        self.waiting: deque[bytes] = deque()
+        self.size = self.dropped = 0
+        self.again_at = -math.inf
+        self.trouble, self.warned = "", False
+
+    def claim(self) -> None:
+        """Refuses a second process at its first line, such as a second rank with the same path. The
+        lock ends with the process, or when the process opens the file again and closes it."""
+        if fcntl is None or not self.path.is_file():  # /dev/null may be shared
+            return
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise JournalError(
+                f"{self.path} is being written by another process, and their lines would mix. If "
+                "these are two ranks of one job, record on rank 0 alone, or give each rank a file "
+                "of its own"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def write(self, line: bytes) -> None:
+        """Writes a line, or keeps it if it or an earlier one cannot be written."""
+        if (self.waiting or self.dropped) and time.monotonic() >= self.again_at:
+            self._catch_up()
+        if self.waiting or not self._put(line):
+            if self.size + len(line) > _BACKLOG:
+                self.dropped += 1
+            else:
+                self.waiting.append(line)
+                self.size += len(line)
+        self._warn_once()
+
+    def _catch_up(self) -> None:
+        while self.waiting:
+            if not self._put(self.waiting[0]):
+                return
+            self.size -= len(self.waiting.popleft())
+        if self.dropped:
+            text = f"{self.dropped} lines could not be written and were dropped"
+            note = {"code": "lines-dropped", "dropped": self.dropped, "text": text}
+            if self._put(_line({"kind": "event", "step": None, "what": "note", **note})):
+                self.dropped = 0
+
+    def _put(self, line: bytes) -> bool:
+        """Writes a whole line or nothing; returns whether it was written."""
+        data = b"\n" + line if self.torn else line
+        try:
+            written = self.file.write(data) or 0
+        except OSError as error:
+            return self._failed(error.strerror or str(error))
+        if written == len(data):
+            self.torn = False
+            if self.fsync:
+                self._sync()
+            return True
+        try:
+            self.file.truncate(os.fstat(self.file.fileno()).st_size - written)
+        except OSError:  # a pipe, or a file system that cannot
+            if written:
+                self.torn = data[written - 1 : written] != b"\n"
+            if written == len(data) - 1:
+                return True  # all but the line end, with which the next line begins
+        return self._failed(f"{written} of {len(data)} bytes were written")
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:  # the line is in the file, if not on the disk
+            self.trouble = self.trouble or f"fsync: {error.strerror}"
+
+    def _failed(self, why: str) -> bool:
+        self.again_at = time.monotonic() + _PAUSE
+        self.trouble = self.trouble or why
+        return False
+
+    def _warn_once(self) -> None:
+        """Once for each file, and after the line was kept: a warning may be raised as an error."""
+        if self.trouble and not self.warned:
+            self.warned = True
+            warn(
+                f"{self.path} cannot be written at present: {self.trouble}. Training goes on; "
+                f"up to {_BACKLOG // 2**20} MiB of lines are kept and written as soon as possible",
+                JournalWarning,
+            )
+
+    def close(self) -> None:
+        if self.file.closed:
+            return
+        self._catch_up()
+        self.file.close()
+        lost = len(self.waiting) + self.dropped
+        if lost:
+            warn(f"{self.path} lacks its last {lost} lines: {self.trouble}", JournalWarning)
+
+
+def _close_own(lines: _Lines, process: int) -> None:
+    if os.getpid() == process:  # lines kept in a forked child are written by its parent
+        lines.close()
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    try:
+        text = _encode(content)
+    except ValueError:  # inf or NaN somewhere: JSON has neither
+        text = _encode(_named_nonfinite(content))
+    except TypeError as error:
+        raise JournalError(f"cannot be written as JSON: {error}") from error
+    return text.encode() + b"\n"
+
+
+def _check_names(facts: dict[str, Any], *reserved: str) -> None:
+    for name in reserved:
+        if name in facts:
+            raise JournalError(
+                f"{name!r} is a reserved name of the journal: use another name for this fact"
+            )
+
+
+def _named_nonfinite(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _named_nonfinite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_named_nonfinite(v) for v in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of array libraries as Python numbers, everything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+_STEP_DEFAULTS = tuple(Step._field_defaults.get(name, object()) for name in Step._fields)
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode

@@ -1,0 +1,446 @@
+"""Hooks on torch that record a training run and change nothing in it.
+
+    scale, backward      the loss, before it is scaled
+    unscale_, clip, step the gradients, before the first of these changes them
+    update, step         one line: a scaler's update, or a step of an optimizer without a scaler
+
+Whether a step was made is torch's own verdict; why not is ours. Hooks only read: under `no_grad`,
+without random numbers, collectives or in-place operations, and never while torch compiles. What a
+hook cannot read is noted once in the journal, and training goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..journal import Channel, Recorder, current, recorder
+from ..rules import Off
+from ..torch.names import culprits, name_apart
+from ..torch.scaler.finite_check import dense, device_look, look
+from ..torch.scaler.statistics import statistics
+from .nan_tracing import Tracer
+from .patches import Patches
+from .torch_lines import Line, Losses, Number, Seen, is_late, rule_of, value
+
+_METHODS = ("scale", "unscale_", "step", "update")
+_FIRST = 10  # steps of a run whose gradients are all looked at
+_LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics
+
+
+class Hooks:
+    """Records to `recorder` what torch's scalers and optimizers do, until `remove()`.
+
+    gradlift's own scalers record by themselves.
+
+    >>> from gradlift.journal import Recorder, set_current
+    >>> from gradlift.journal.writer import Journal
+    >>> import os
+    >>> recorder = Recorder(Journal(os.devnull), every=1)
+    >>> set_current(recorder)
+    >>> hooks = Hooks(recorder)
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> (w * 3).sum().backward()
+    >>> torch.optim.SGD([w], lr=0.5).step()
+    >>> hooks.remove()
+    >>> set_current(None)
+    >>> len(recorder.channels), w.tolist()
+    (1, [-0.5, -0.5])
+    """
+
+    def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
+        self.recorder, self.tracer = recorder, tracer
+        self.lines: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
+        """By scaler, and by optimizer without one."""
+        self.owners: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
+        """The line in which an optimizer's steps are recorded."""
+        self.looked: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()
+        """Gradients that were looked at, by optimizer, and belong to a step to come."""
+        self.names: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+        self.taken: dict[str, int] = {}
+        self.searched: set[int] = set()  # parameters whose optimizer was looked for
+        self.losses, self.losses_used = Losses(), False
+        """Of backward passes since the last step; several optimizers may step on one loss."""
+        self.within_backward = False
+        self.frame = 0  # id of the frame of the outermost optimizer step
+        self.counted: Line | None = None  # whose loss comes next, for the tracer
+        self.bare = 0
+        self.disabled: set[str] = set()
+        """What is known of scalers that do nothing."""
+        self.failure, self.failure_noted = "", False
+        self.force_late = False  # for tests: CPU tensors take the accelerator's path
+        self.patches = Patches()
+        self._install()
+
+    def _install(self) -> None:
+        kind = torch.amp.GradScaler
+        for each in (kind, *_descendants(kind)):
+            self._wrap_scaler(each)
+
+        def subclass_made(cls: Any, /, **kwargs: Any) -> None:
+            super(kind, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+            self._wrap_scaler(cls)
+
+        self.patches.attribute(kind, "__init_subclass__", classmethod(subclass_made))
+        self.patches.attribute(torch.autograd, "backward", self._backward(torch.autograd.backward))
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            original = getattr(torch.nn.utils.clip_grad, name)
+            self.patches.everywhere(name, original, self._clip(original))
+        self.handles = [
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
+        ]
+        if self.tracer is not None:
+            self._count_windows()
+
+    def remove(self) -> None:
+        """Writes what is left to write, and puts back everything that was there."""
+        for line in list(self.lines.values()):
+            self._reading(line.flush)
+        for handle in self.handles:
+            handle.remove()
+        self.patches.restore()
+        if self.tracer is not None:
+            self.tracer.remove()
+        self._note_failure(at_end=True)
+
+    def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+        """Calls what only reads. Its failure is noted, and is not the script's."""
+        if current() is not self.recorder:  # in a forked child, or after the end
+            return None
+        try:
+            with torch.no_grad():
+                return read(*args)
+        except Exception as error:
+            self.failure = self.failure or f"could not record everything: {error!r:.200}"
+            self._note_failure()
+            return None
+
+    def _note_failure(self, *, at_end: bool = False) -> None:
+        """Once, and not before the run is described."""
+        if self.failure and not self.failure_noted and (self.recorder.channels or at_end):
+            self.failure_noted = True
+            for journal in self.recorder.journals:
+                journal.event("note", code="observer", text=self.failure)
+
+    # Scalers
+
+    def _wrap_scaler(self, kind: type) -> None:
+        if any(k.__module__.split(".")[0] == "gradlift" for k in kind.__mro__):
+            return  # gradlift's own
+        for name in _METHODS:
+            if name in vars(kind):
+                self.patches.attribute(kind, name, self._wrapped(name, vars(kind)[name]))
+
+    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        before = getattr(self, f"_before_{name.rstrip('_')}")
+        after = getattr(self, f"_after_{name.rstrip('_')}")
+
+        @functools.wraps(original)
+        def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(scaler, *args, **kwargs)
+            line = self._reading(self._line_of, scaler)
+            if line is None or name in line.within:
+                return original(scaler, *args, **kwargs)
+            given = args[0] if args else kwargs.get("outputs", kwargs.get("optimizer"))
+            kept = self._reading(before, scaler, line, given)
+            line.within.add(name)
+            recorder.depth += name == "step"
+            try:
+                value = original(scaler, *args, **kwargs)
+            finally:
+                recorder.depth -= name == "step"
+                line.within.discard(name)
+            if kept is not None:
+                self._reading(after, scaler, line, kept, given)
+            return value
+
+        return call
+
+    def _line_of(self, scaler: Any) -> Line | None:
+        line = self.lines.get(scaler)
+        if line is None:
+            if not scaler.is_enabled():
+                self.disabled.add(type(scaler).__name__)
+                return None
+            channel = Channel("torch", rule_of(scaler), self.recorder)
+            channel.describe(scaler=f"{type(scaler).__module__}.{type(scaler).__qualname__}")
+            line = self.lines[scaler] = Line(channel, scaler)
+        return line
+
+    def _before_scale(self, scaler: Any, line: Line, outputs: Any) -> None:
+        line.losses.add(outputs)
+        self.counted = line
+
+    def _after_scale(self, scaler: Any, line: Line, kept: Any, outputs: Any) -> None:
+        pass
+
+    def _before_unscale(self, scaler: Any, line: Line, optimizer: Any) -> Seen:
+        self.owners[optimizer] = line
+        return self._look(optimizer)
+
+    def _after_unscale(self, scaler: Any, line: Line, seen: Seen, optimizer: Any) -> None:
+        seen.unscaled = True
+        self._take_verdict(scaler, seen, optimizer)
+
+    def _before_step(self, scaler: Any, line: Line, optimizer: Any) -> Seen:
+        self.losses_used = True
+        return self._before_unscale(scaler, line, optimizer)
+
+    def _after_step(self, scaler: Any, line: Line, seen: Seen, optimizer: Any) -> None:
+        self.looked.pop(optimizer, None)
+        if not seen.unscaled:
+            self._take_verdict(scaler, seen, optimizer)
+        line.window.append(seen)
+
+    def _take_verdict(self, scaler: Any, seen: Seen, optimizer: Any) -> None:
+        """What torch has found. Culprits are named before the script clips: a norm of NaN makes
+        every gradient NaN."""
+        found_inf = scaler._found_inf_per_device(optimizer).values()
+        seen.found_inf = [value(x if x.dim() == 0 else x.sum()) for x in found_inf]
+        if any(not isinstance(x, Tensor) and x for x in seen.found_inf):
+            seen.culprits = culprits(seen.params, self._named(optimizer))
+
+    def _before_update(self, scaler: Any, line: Line, new_scale: Any) -> Number:
+        return value(scaler._get_scale_async())
+
+    def _after_update(self, scaler: Any, line: Line, scale: Number, new_scale: Any) -> None:
+        window, line.window = line.window, []
+        losses, line.losses = line.losses, Losses()
+        if window:
+            self._finish(line, window, losses, scale, value(scaler._get_scale_async()))
+
+    # Optimizers without a scaler
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._reading(self._begin, optimizer, args, kwargs, sys._getframe(1))
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._reading(self._end, optimizer, sys._getframe(1))
+
+    # MasterWeights need not gather gradients once more for hooks that change none.
+    before_step.gradlift_reads_only = after_step.gradlift_reads_only = True  # type: ignore[attr-defined]
+
+    def _begin(self, optimizer: Any, args: Any, kwargs: Any, frame: types.FrameType) -> None:
+        if recorder.depth:  # inside a scaler's or an engine's step
+            self.losses_used = True
+            return
+        if self.frame and any(id(f) == self.frame for f in _callers(frame)):
+            return  # inside another optimizer's step
+        self.frame = id(frame)
+        if optimizer not in self.owners or self.owners[optimizer].has_scaler:
+            self._new_line(optimizer)
+        self.counted = self.owners[optimizer]
+        if not _closure(args, kwargs):
+            self.counted.window = [self._look(optimizer)]
+
+    def _end(self, optimizer: Any, frame: types.FrameType) -> None:
+        if recorder.depth or id(frame) != self.frame:
+            return
+        self.frame = 0
+        line = self.owners[optimizer]
+        window = line.window or [self._look(optimizer)]  # after a closure has filled in gradients
+        line.window, self.losses_used = [], True
+        self.looked.pop(optimizer, None)
+        self._finish(line, window, self.losses, 1.0, 1.0)
+
+    def _new_line(self, optimizer: Any) -> None:
+        self.bare += 1
+        label = f"optimizer {self.bare}" if self.bare > 1 or self.recorder.channels else ""
+        channel = Channel("torch", Off(), self.recorder, label=label)
+        self.owners[optimizer] = self.lines[optimizer] = Line(channel)
+
+    # The loss
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.within_backward:  # checkpoints call it again
+                return original(tensors, *args, **kwargs)
+            self._reading(self._before_backward, tensors)
+            self.within_backward = True
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self.within_backward = False
+
+        return backward
+
+    def _before_backward(self, tensors: Any) -> None:
+        if self.losses_used or self.frame:  # of a step that is over, or of a closure's last call
+            self.losses, self.losses_used = Losses(), False
+        losses = [t for t in _listed(tensors) if isinstance(t, Tensor) and t.numel() == 1]
+        self.losses.add(losses)
+        for optimizer, seen in list(self.looked.items()):
+            if not seen.unscaled:
+                del self.looked[optimizer]  # its gradients change now
+        if self.tracer is not None:
+            self.tracer.loss(losses, self.counted.steps if self.counted is not None else 0)
+
+    # Clipping
+
+    def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(parameters, *args, **kwargs)
+            kept = parameters
+            if isinstance(parameters, Iterator):  # can be read only once
+                kept = list(parameters)
+                is_generator = isinstance(parameters, types.GeneratorType)
+                parameters = (p for p in kept) if is_generator else iter(kept)
+            self._reading(self._before_clip, kept)
+            return original(parameters, *args, **kwargs)
+
+        return clip
+
+    def _before_clip(self, parameters: Any) -> None:
+        clipped = {id(p) for p in _listed(parameters)}
+        known = [o for o in self.owners if _has_any(o, clipped)]
+        owned = {id(p) for o in known for p in _parameters(o)}
+        unknown = clipped - owned - self.searched
+        if unknown:
+            self.searched |= unknown
+            known += [o for o in _living_optimizers() if o not in known and _has_any(o, clipped)]
+        for optimizer in known:
+            self._look(optimizer)
+
+    # Gradients
+
+    def _look(self, optimizer: Any) -> Seen:
+        """Looks at an optimizer's gradients, once a step."""
+        seen = self.looked.get(optimizer)
+        if seen is not None:
+            return seen
+        params = [p for p in _parameters(optimizer) if p.grad is not None]
+        names = self.names.setdefault(optimizer, {})
+        seen = self.looked[optimizer] = Seen(params, names, _learning_rate(optimizer))
+        if not params:
+            return seen
+        line = self.owners.get(optimizer)
+        step, every = (line.steps if line else 0), self.recorder.every
+        scaled = line is not None and line.has_scaler
+        late = is_late(params[:1], forced=self.force_late)
+        sampled = every is not None and step % every == 0
+        due = every is not None and (
+            step < _FIRST or step % max(1, every // _LOOKS_PER_SAMPLE) == 0
+        )
+        wanted = due or not (scaled or self.losses.finite)
+        if not (late or sampled or wanted):
+            return seen
+        self._named(optimizer)
+        grads = [_real(dense(p.grad)) for p in params if p.grad is not None]
+        if late:
+            one = torch.ones((), device=grads[0].device)
+            seen.look = device_look(grads, one, norm=due, amax=True)
+        elif wanted:
+            seen.look = look(grads, 1.0, amax=True)
+            if seen.look.nonfinite and not scaled:
+                seen.culprits = culprits(params, names)
+        if sampled:
+            seen.shares = statistics(params, grads, names)
+        return seen
+
+    def _named(self, optimizer: Any) -> dict[int, str]:
+        """The names of its parameters, looked for once."""
+        names, params = self.names.setdefault(optimizer, {}), list(_parameters(optimizer))
+        if any(id(p) not in names for p in params):
+            name_apart(params, names, self.taken)
+        return names
+
+    # Lines
+
+    def _finish(
+        self, line: Line, window: list[Seen], losses: Losses, scale: Number, after: Number
+    ) -> None:
+        if not line.channel.described:
+            optimizers = [o for o, owner in self.owners.items() if owner is line]
+            names = {k: v for o in optimizers for k, v in self._named(o).items()}
+            sizes = {id(p): p.numel() for o in optimizers for p in _parameters(o)}
+            line.channel.describe(parameters={names[i]: n for i, n in sizes.items()})
+        line.finish(window, losses, scale, after, forced_late=self.force_late)
+
+    # Tracing
+
+    def _count_windows(self) -> None:
+        """gradlift's own scalers: whose step the next loss belongs to."""
+        from ..torch import GradScaler
+
+        counts: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
+        scale, update = GradScaler.scale, GradScaler.update
+
+        @functools.wraps(scale)
+        def counted_scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counted = counts.setdefault(scaler, Line(Channel("torch", Off()), scaler))
+            return scale(scaler, *args, **kwargs)
+
+        @functools.wraps(update)
+        def counted_update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler in counts:
+                counts[scaler].steps += 1
+            return update(scaler, *args, **kwargs)
+
+        self.patches.attribute(GradScaler, "scale", counted_scale)
+        self.patches.attribute(GradScaler, "update", counted_update)
+
+
+def _closure(args: Any, kwargs: Any) -> bool:
+    """Was step() given a closure? (`args` begins with the optimizer.)"""
+    return callable(kwargs.get("closure")) or any(map(callable, args[1:2]))
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _has_any(optimizer: Any, ids: set[int]) -> bool:
+    return any(id(p) in ids for p in _parameters(optimizer))
+
+
+def _living_optimizers() -> list[Any]:
+    """Of the whole process; walks every object once."""
+    kind = torch.optim.Optimizer
+    found = [o for o in gc.get_objects() if issubclass(type(o), kind)]
+    return [o for o in found if "param_groups" in vars(o)]
+
+
+def _learning_rate(optimizer: Any) -> float:
+    """Of the first group; NaN if reading it means waiting for a device."""
+    lr = optimizer.param_groups[0].get("lr", math.nan) if optimizer.param_groups else math.nan
+    return math.nan if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+
+
+def _real(g: Tensor) -> Tensor:
+    return torch.view_as_real(g) if g.is_complex() else g
+
+
+def _callers(frame: types.FrameType) -> Iterator[types.FrameType]:
+    while frame.f_back is not None:
+        frame = frame.f_back
+        yield frame
+
+
+def _descendants(kind: Any) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _descendants(each)

@@ -1,0 +1,224 @@
+"""Where an optimizer's gradients are, and how it is stepped with them.
+
+`GradScaler` asks a `GradientSource` and never which optimizer it has:
+
+    find() -> params, held, elements     `.grad` of each parameter, and the tensors to look at
+    exchanged()                          was a `.grad` replaced since?
+    each()                               one gradient a parameter
+    multiply(factor)                     now, in place
+    step(grad_scale, found_inf)          divided inside the optimizer's own kernel
+    multiplied_step(factor)              multiplied before the step; the verdict is known
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MisuseError
+from ..journal import recorder
+from .names import name_of
+from .ranks.sharding import brought_home, is_dtensor, local
+
+Found = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+class GradientSource:
+    """One optimizer's gradients in one window; keeps what `find` has found."""
+
+    gathered = False
+    """Are gradients looked at in copies that lie together? Then no parameter can be left out of
+    `elements`, and `find` must be called again after a gradient was changed by hand."""
+    divides_by_numbers = False
+    """May `grad_scale` be a Python number? Else it is a tensor."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.params: list[Tensor] = []
+        """Those that have a gradient."""
+        self.held: list[Tensor] = []
+        """`.grad` of each when it was looked at."""
+        self.elements: list[Tensor] = []
+        """Tensors that hold all elements, to look at."""
+
+    def find(self, *, by_parameter: bool = False, spread: bool = False) -> Found:
+        """Finds all gradients; `by_parameter`: one tensor to look at for each parameter. `spread`:
+        they may be spread over ranks."""
+        raise NotImplementedError
+
+    def each(self) -> list[Tensor]:
+        """The elements of each parameter's gradient, as the step will use them."""
+        raise NotImplementedError
+
+    def exchanged(self) -> bool:
+        """Was a gradient replaced by another tensor since `find`?"""
+        return not all(map(is_, [p.grad for p in self.params], self.held))
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Gradients x factor, now; `elements` are then the results."""
+        raise NotImplementedError
+
+    @property
+    def folds(self) -> bool:
+        """Does the optimizer's step take `grad_scale` and `found_inf`?"""
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
+    @property
+    def must_know(self) -> bool:
+        """Is the verdict needed before the step? Fused SGD leaves its momentum uninitialised if
+        its very first step is skipped on a device."""
+        inner = self._stepped()
+        return (
+            isinstance(inner, torch.optim.SGD)
+            and not inner.state
+            and any(group["momentum"] for group in self.optimizer.param_groups)
+        )
+
+    def _stepped(self) -> Any:
+        """The optimizer whose kernel runs."""
+        return self.optimizer
+
+    def step(
+        self,
+        grad_scale: float | Tensor,
+        found_inf: Tensor | None,
+        *args: Any,
+        just_read: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The optimizer's step, which divides by `grad_scale` and does nothing where `found_inf`
+        is 1. `just_read`: `find` was called since anybody could change a gradient."""
+        optimizer = self.optimizer
+        theirs = getattr(optimizer, "grad_scale", None)
+        if isinstance(grad_scale, Tensor) or grad_scale != 1:
+            if not isinstance(grad_scale, Tensor) and not self.divides_by_numbers:
+                grad_scale = torch.tensor(grad_scale, dtype=torch.float32)
+            optimizer.grad_scale = grad_scale if theirs is None else grad_scale * theirs
+        if found_inf is not None:
+            optimizer.found_inf = found_inf
+        recorder.depth += 1
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            recorder.depth -= 1
+            for name in ("grad_scale", "found_inf"):
+                if name in vars(optimizer):
+                    delattr(optimizer, name)
+
+    def multiplied_step(self, factor: float | Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Gradients x factor, then the step."""
+        self.multiply(factor)
+        return self.plain_step(*args, **kwargs)
+
+    def plain_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own step; hooks that record optimizers are silent meanwhile."""
+        recorder.depth += 1
+        try:
+            return self.optimizer.step(*args, **kwargs)
+        finally:
+            recorder.depth -= 1
+
+    def weights(self) -> list[Tensor]:
+        """What the step moves, in the order of the parameters."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+class PlainGradients(GradientSource):
+    """The gradients of an optimizer that steps its parameters themselves.
+
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> w.grad = torch.full((2,), 8.0)
+    >>> gradients = PlainGradients(torch.optim.SGD([w], lr=0.5))
+    >>> params, held, elements = gradients.find()
+    >>> gradients.multiplied_step(0.125)
+    >>> w.data, gradients.exchanged()
+    (tensor([0.5000, 0.5000]), False)
+    """
+
+    def __init__(self, optimizer: Any, allow_fp16_params: bool = False) -> None:
+        super().__init__(optimizer)
+        # Without a step no update can get lost.
+        self.allow_fp16_params = allow_fp16_params or not hasattr(optimizer, "step")
+
+    def find(self, *, by_parameter: bool = False, spread: bool = False) -> Found:
+        """Sparse gradients are coalesced (duplicates added up) before anybody looks at them; those
+        that are spread over ranks are laid out as their parameters are."""
+        params, grads, elements = [], [], []
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                g = p.grad
+                if g is None:
+                    continue
+                if g.is_complex() or (p.dtype is torch.float16 and not self.allow_fp16_params):
+                    _refuse(p, self.optimizer)
+                if g.is_sparse and not g.is_coalesced():
+                    p.grad = g = g.coalesce()
+                each = g._values() if g.is_sparse else g
+                if spread and type(g) is not Tensor and is_dtensor(g):  # the second is quick
+                    g = brought_home(p, g)
+                    each = local(g)
+                params.append(p)
+                grads.append(g)
+                elements.append(each)
+        self.params, self.held, self.elements = params, grads, elements
+        return params, grads, elements
+
+    def each(self) -> list[Tensor]:
+        return self.elements
+
+    def multiply(self, factor: float | Tensor) -> None:
+        multiply(self.params, self.elements, factor)
+
+
+def gradients_of(optimizer: Any, allow_fp16_params: bool = False) -> GradientSource:
+    """The gradients of this optimizer: as its class provides them, else on its parameters."""
+    source = getattr(type(optimizer), "gradient_source", None)
+    return PlainGradients(optimizer, allow_fp16_params) if source is None else source(optimizer)
+
+
+def _refuse(p: Tensor, optimizer: Any) -> None:
+    if p.is_complex():
+        raise MisuseError(
+            f"the gradient of {name_of(p)} is complex; loss scaling is for real numbers: keep "
+            "complex parameters in an optimizer of their own, without a scaler"
+        )
+    params = [q for group in optimizer.param_groups for q in group["params"]]
+    more = sum(q.dtype is torch.float16 for q in params) - 1
+    who = name_of(p) + (f" and {more} more are" if more else " is a") + " float16 parameter"
+    who += "s" * (more > 0)
+    kind = type(optimizer).__name__
+    if is_dtensor(p):
+        raise MisuseError(
+            f"{who}. Updates smaller than their last bit would be lost. FSDP2 keeps float32 shards "
+            "by itself: leave the model in float32 and let MixedPrecisionPolicy(param_dtype=...) "
+            "make it float16 on the way; allow_fp16_params=True goes on regardless"
+        )
+    raise MisuseError(
+        f"{who}. Updates smaller than their last bit would be lost, and fused optimizers are wrong "
+        f"on them. Let gradlift.torch.MasterWeights({kind}, ...) keep float32 masters, or keep the "
+        "model in float32 and use torch.autocast; allow_fp16_params=True goes on regardless"
+    )
+
+
+def is_expanded(g: Tensor) -> bool:
+    """Many elements, one place in memory: it cannot be written."""
+    return 0 in g.stride() and g.numel() > 1
+
+
+def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) -> None:
+    """grads *= factor, in place, in one pass a device; what cannot be written is replaced."""
+    if not grads or (isinstance(factor, float) and factor == 1.0):
+        return
+    with torch.no_grad():
+        for i, (p, g) in enumerate(zip(params, grads)):
+            if is_expanded(g):
+                p.grad = grads[i] = g.clone(memory_format=torch.contiguous_format)
+        if not isinstance(factor, Tensor):
+            torch._foreach_mul_(grads, factor)
+            return
+        for device in dict.fromkeys(g.device for g in grads):
+            here = [g for g in grads if g.device == device]
+            torch._foreach_mul_(here, factor.to(device, non_blocking=True))

@@ -1,0 +1,134 @@
+"""State of a `MasterWeights` by parameter: as a mapping, and checked before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...errors import StateError
+from ..names import name_of
+from .flat_region import COUNTERS
+from .rounding import BITS16
+
+if TYPE_CHECKING:
+    from .master_weights import MasterWeights
+
+SCHEMA = 1
+
+
+class StateByParameter(MutableMapping[Any, dict[str, Any]]):
+    """State by parameter, read out of the flat tensors when asked.
+
+    Its tensors are views, except for the step counter, of which there is one for many parameters.
+    """
+
+    def __init__(self, owner: MasterWeights) -> None:
+        self.owner = owner
+
+    def __getitem__(self, p: Any) -> dict[str, Any]:
+        states = self.owner._inner.state
+        if not isinstance(p, Tensor):
+            return states[p]
+        if p not in self.owner._home:
+            return dict(states.get(p, {}))
+        region, i = self.owner._home[p]
+        entry = region.read_state(i, states)
+        if region.piece_of(i).begun:
+            entry.update(region.extra(i))
+        return entry
+
+    def __setitem__(self, p: Any, entry: dict[str, Any]) -> None:
+        if not isinstance(p, Tensor):
+            self.owner._inner.state[p] = entry
+            return
+        old = self[p]
+        if {*entry} != {*old} or not all(_same(entry[k], old[k]) for k in old):
+            self.owner._put({q: entry if q is p else self[q] for q in self.owner._all()})
+
+    def __delitem__(self, p: Any) -> None:
+        self[p] = {}
+
+    def clear(self) -> None:
+        self.owner._put({})
+
+    def __contains__(self, p: Any) -> bool:
+        return bool(self[p]) if isinstance(p, Tensor) else p in self.owner._inner.state
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (k for k in self.owner._inner.state if not isinstance(k, Tensor))
+        yield from (p for p in self.owner._all() if self[p])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.data_ptr() == b.data_ptr() or (a.shape == b.shape == () and bool(a == b))
+    return bool(a == b)
+
+
+def shadow(owner: MasterWeights) -> Optimizer:
+    """The plain optimizer, over float32 stand-ins: torch itself reads a state into it."""
+    plain = object.__new__(type(owner._inner))
+    groups = [{**g, "params": [_stand_in(p) for p in g["params"]]} for g in owner.param_groups]
+    Optimizer.__init__(plain, groups, dict(owner.defaults))
+    return plain
+
+
+def _stand_in(p: Tensor) -> Tensor:
+    dtype = torch.float32 if p.dtype in BITS16 else p.dtype
+    return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+
+
+def check(owner: MasterWeights, entries: dict[Tensor, Any], extras: dict[Tensor, Any]) -> None:
+    """Is this what the optimizer would have saved of these parameters?"""
+    for p in owner._all():
+        for entry in (entries[p], extras[p]):
+            if not isinstance(entry, dict):
+                raise StateError(f"the state of {name_of(p)} is {entry!r:.80}, expected a dict")
+            for key, value in entry.items():
+                if key == "master" or (owner._elementwise and isinstance(key, str)):
+                    _check_value(p, key, value)
+    if owner._elementwise:
+        for group in owner.param_groups:
+            kinds = {p: frozenset(entries[p]) - {"master"} for p in group["params"] if entries[p]}
+            if len({*kinds.values()} - {frozenset()}) > 1:
+                odd = min(kinds, key=lambda p: len(kinds[p]))
+                raise StateError(
+                    f"the state of {name_of(odd)} has only {sorted(kinds[odd])}, that of other "
+                    "parameters has more"
+                )
+
+
+def _check_value(p: Tensor, key: str, value: Any) -> None:
+    one = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float))
+    each = isinstance(value, Tensor) and value.shape == p.shape
+    if (one if key in COUNTERS else each) or (key == "momentum_buffer" and value is None):
+        return
+    shape = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
+    wanted = "one number" if key in COUNTERS else f"the shape {tuple(p.shape)}"
+    raise StateError(
+        f"the state {key!r} of {name_of(p)} has {shape}, expected {wanted}: it is damaged or "
+        "belongs to another model"
+    )
+
+
+def own_part(own: Any) -> tuple[dict[str, int], dict[int, dict[str, Tensor]], list[int]]:
+    """What a state dict has under "gradlift": the noise's seed and step, the masters of parameters
+    without an entry, the parameters that pieces begin with. StateError if it is damaged."""
+    if not isinstance(own, dict) or own.get("schema", SCHEMA) != SCHEMA:
+        raise StateError(f"this state's 'gradlift' entry has an unknown schema: {own!r:.80}")
+    seed, apart, leads = own.get("dice", {}), own.get("apart", {}), own.get("leads", [])
+    numbers = isinstance(seed, dict) and all(type(n) is int for n in seed.values())
+    if not numbers or not {*seed} <= {"seed", "step"}:
+        raise StateError(f"this state's dice are {seed!r:.80}, expected a seed and a step")
+    if not isinstance(apart, dict) or not all(isinstance(e, dict) for e in apart.values()):
+        raise StateError("this state's masters are damaged")
+    if not isinstance(leads, list) or not all(type(i) is int and i >= 0 for i in leads):
+        raise StateError("this state's pieces are damaged")
+    return seed, apart, leads

@@ -1,0 +1,236 @@
+"""One small collective a step, so that every rank takes the same decision.
+
+Each rank contributes twelve numbers; all ranks receive all rows (all_gather) and reduce them
+locally: a MAX over the network may lose a NaN, and a gather shows which rank has what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core import loss_blamed
+from ...errors import MisuseError, RankError
+from ...reading import NAN, Reading
+from .group import RankGroup, listed, ranks_of, resolved
+from .sharding import distributed
+
+if TYPE_CHECKING:
+    from ..scaler.settings import DropIn
+
+NOT_TAKEN = -1.0
+NORM, AMAX, CLIPS = 1, 2, 4  # bits of what a rank asks for
+
+
+def world_size(group: Any) -> int:
+    """How many ranks there are, in a group or in all."""
+    return dist.get_world_size(group) if distributed() else 1
+
+
+class RankRow(NamedTuple):
+    """What one rank contributes; numbers, or 0-d tensors on a device."""
+
+    nonfinite: Any
+    loss_level: Any
+    """0 if all its losses were finite, 2 if none was, else 1."""
+    loss_known: Any
+    """Has it scaled a loss at all? The first stage of a pipeline has not."""
+    checked: Any
+    amax: Any = NOT_TAKEN
+    probe_amax: Any = NOT_TAKEN
+    own_norm: Any = NOT_TAKEN
+    """Norm of what only some ranks hold, weighted so that the squares of all ranks add up."""
+    shared_norm: Any = NOT_TAKEN
+    """Norm of what every rank holds."""
+    culprit: Any = 0
+    """Twice the position of the first non-finite parameter, plus 1 for inf or 2 for NaN."""
+    asks: Any = 0
+    scale: Any = 1.0
+    layout: Any = 0
+
+
+class Agreed(NamedTuple):
+    """What all ranks show together; numbers, or 0-d tensors on a device."""
+
+    reading: Reading
+    loss_known: Any
+    culprit: Any
+    """As contributed by the rank whose parameter backward reached first."""
+
+
+@contextlib.contextmanager
+def in_words(ranks: Iterable[int]) -> Iterator[None]:
+    """What a backend has to say of a rank that is lost, with what it means and what to do."""
+    began = time.monotonic()
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if "No backend type" in str(error):
+            raise MisuseError(
+                f"the process group cannot carry what is to be said: {error}. Make it with a "
+                'backend for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            ) from error
+        raise RankError(
+            f"ranks {listed(ranks)} could not agree; the collective failed after "
+            f"{time.monotonic() - began:.1f} s: {error!s:.300}. One of them has died, hangs, or "
+            "did not come to the same call: the log of the rank that ended first says why. Nothing "
+            "was stepped here. Restart from the last checkpoint; how long ranks wait is "
+            "init_process_group(timeout=...)"
+        ) from error
+
+
+def gather(packed: Tensor, group: RankGroup) -> Tensor:
+    """One row a rank, in the order of the group."""
+    table = packed.new_empty(group.size, packed.numel())
+    with in_words(group.ranks):
+        dist.all_gather(list(table.unbind(0)), packed, group=group.group)
+    return table
+
+
+def agree(mine: RankRow, group: RankGroup, device: torch.device | None = None) -> Agreed:
+    """All rows, combined. Without a device in numbers, by way of float64; on a device in float32
+    tensors, where nothing waits but the comparison, once after a scale was set by hand. Should
+    scales differ there nevertheless, no rank steps."""
+    if device is None:
+        row = [NOT_TAKEN if x != x else float(x) for x in mine]
+        table = gather(torch.tensor(row, dtype=torch.float64), group)
+    else:
+        table = gather(packed(mine, device), group)
+    if device is None or not group.compared:
+        compare([RankRow(*row) for row in table.tolist()], group)
+    top = RankRow(*table.amax(0))
+    own = torch.cat([table[:, _OWN_NORM], top.shared_norm.reshape(1)])
+    most = own.amax().clamp(min=torch.finfo(table.dtype).tiny)
+    norm = torch.linalg.vector_norm(own / most) * most  # a square might leave the format
+    differs = table[:, _SCALE].amin() != top.scale
+    nonfinite = (top.nonfinite > 0).logical_or(differs)
+    blamed, known = loss_blamed(top.loss_level, top.nonfinite), top.loss_known > 0
+    reading = Reading(
+        nonfinite,
+        loss_nonfinite=blamed,
+        checked=top.checked > 0,
+        amax=torch.where(top.amax < 0, math.inf, top.amax),
+        probe_amax=torch.where(top.probe_amax < 0, NAN, top.probe_amax),
+        norm=torch.where(own.amin() < 0, math.nan, norm),
+    )
+    agreed = Agreed(reading, known, top.culprit)
+    return agreed if device is not None else _in_numbers(agreed)
+
+
+_OWN_NORM, _SCALE = (RankRow._fields.index(name) for name in ("own_norm", "scale"))
+
+
+def _in_numbers(agreed: Agreed) -> Agreed:
+    values = torch.stack([x.double() for x in (*agreed.reading, *agreed[1:])]).tolist()
+    bad, amax, loss_bad, checked, norm, probe, known, culprit = values
+    norm, probe = math.nan if bad else norm, NAN if math.isnan(probe) else probe
+    reading = Reading(bad > 0, amax, loss_bad > 0, checked > 0, norm, probe)
+    return Agreed(reading, known > 0, int(culprit))
+
+
+def packed(numbers: Iterable[Any], device: torch.device) -> Tensor:
+    """Scalars as one float32 tensor; a number is filled in on the device, as sending it there
+    would wait."""
+    return torch.stack(
+        [
+            x.to(device, non_blocking=True).reshape(()).float()
+            if isinstance(x, Tensor)
+            else torch.full((), float(x), device=device)
+            for x in numbers
+        ]
+    )
+
+
+def compare(rows: list[RankRow], group: RankGroup) -> None:
+    """All ranks see the same rows, so if they differ all raise the same error at the same time."""
+    asks = 0
+    for row in rows:
+        asks |= int(row.asks)
+    if group.has_shards:  # else what the asking rank has is what all have
+        group.asked_norm, group.asked_amax = bool(asks & NORM), bool(asks & AMAX)
+    if len({row.scale for row in rows}) > 1:
+        raise RankError(
+            f"{differing('scales', group.ranks, [row.scale for row in rows])}. Their gradients "
+            "cannot be added up. Load the same scaler state on every rank, set scales by hand on "
+            "all or none, compute losses in float32 (a float16 loss caps the scale of the rank "
+            "that scales it), and if optimizers lie on different meshes, or some of them on none, "
+            "pass process_group= with all ranks"
+        )
+    clips = ["clipping" if int(row.asks) & CLIPS else "no clipping" for row in rows]
+    if len({*clips}) > 1:
+        raise RankError(
+            f"{differing('calls', group.ranks, clips)}. Their weights would part. Call "
+            "clip_grad_norm_(), or step() with max_norm=, on every rank or on none"
+        )
+    layouts = [int(row.layout) for row in rows]
+    if len({*layouts} - {0}) > 1:
+        raise RankError(
+            f"{differing('parameters', group.ranks, layouts)} (a checksum of shapes, dtypes, "
+            "requires_grad and order). Give the optimizer the same parameters in the same order on "
+            "every rank: a set has no order. If each rank holds parameters of its own (a pipeline, "
+            "hand-made shards), say so with sharded=True"
+        )
+    group.compared = True
+
+
+def differing(what: str, ranks: Iterable[int], values: Iterable[Any]) -> str:
+    """
+    >>> differing("scales", [0, 1, 2], [4.0, 8.0, 4.0])
+    'scales differ: ranks 0, 2 have 4.0, rank 1 has 8.0'
+    """
+    by_value: dict[Any, list[int]] = {}
+    for rank, value in zip(ranks, values):
+        by_value.setdefault(value, []).append(rank)
+    said = [
+        f"rank{'s' * (len(those) > 1)} {listed(those)} {'have' if len(those) > 1 else 'has'} {v}"
+        for v, those in by_value.items()
+    ]
+    return f"{what} differ: {', '.join(said)}"
+
+
+_WHAT_TO_DO = (
+    "From here on they would scale, skip and step differently. Load the same scaler state on every "
+    "rank (save it on one, load it on all), and pass process_group= so that they decide together"
+)
+
+
+def _facts(scaler: DropIn) -> dict[str, Any]:
+    """What must be equal, by name, the most telling first."""
+    if not scaler._active:
+        return {"switches": "off"}
+    facts: dict[str, Any] = {"switches": "on"}
+    scales = {"" if key is None else f" of {key!r}": s for key, s in scaler._scales.items()}
+    states = {of: scales[of].numbers() for of in sorted(scales)}
+    for of, state in states.items():
+        facts[f"scales{of}"] = float(state.scale)
+    facts["rules"] = re.sub(r"(?<=[:,])init_scale=[^,]*,?", "", str(scaler._rule))  # history by now
+    for of, state in states.items():
+        counters = {name: int(n) for name, n in state._asdict().items() if name != "scale"}
+        facts.update({f"counters {name!r}{of}": n for name, n in counters.items()})
+        facts[f"steps{of}"] = scales[of].steps
+        facts[f"skipped steps{of}"] = scales[of].home.skipped
+    return facts
+
+
+def assert_in_sync(scaler: DropIn, group: Any) -> None:
+    if not distributed():
+        return
+    group = group if group is not None else resolved(scaler._settings.group) or dist.group.WORLD
+    ranks = ranks_of(group)
+    if len(ranks) == 1:
+        return
+    everyone: list[Any] = [None] * len(ranks)
+    with in_words(ranks):
+        dist.all_gather_object(everyone, _facts(scaler), group=group)
+    for name in dict.fromkeys(name for facts in everyone for name in facts):
+        values = [facts.get(name, "none") for facts in everyone]
+        if len({*values}) > 1:
+            raise RankError(f"{differing(name, ranks, values)}. {_WHAT_TO_DO}")

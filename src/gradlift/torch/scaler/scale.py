@@ -1,0 +1,549 @@
+"""One scale and its window: what `GradScaler` keeps for each key.
+
+    scaled -> (backward) -> inspect -> read -> agree -> finish -> end -> conclude
+
+Where the state lives is `home`: Python numbers (`OnHost`) or tensors on a device (`OnDevice`).
+Flags and numbers are theirs; the functions of a namespace take both.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import (
+    HALF_LOSS,
+    HALF_LOSS_CEILING,
+    Finished,
+    Note,
+    Verdict,
+    conclude,
+    decide,
+    moved,
+)
+from ...errors import MisuseError
+from ...formats import FP32
+from ...namespace import namespace
+from ...reading import NAN, Reading
+from ..gradient_source import gradients_of, multiply
+from ..names import culprits, name_apart, name_of, with_first
+from ..probing import claim, largest, probed, release, samples, watchers, window_ended
+from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, RankRow, gather
+from ..ranks.group import ALONE, RankGroup
+from ..ranks.sharding import distributed
+from .finite_check import dense
+from .graph import FullPrecision, leaves
+from .on_device import OnDevice
+from .on_host import OnHost
+from .retrying import Parameters
+from .settings import ScalerSettings
+from .statistics import statistics
+from .window import APPLIED, MicroBatch, Window, first_bad, shown
+
+_SMALLEST_FACTOR = FP32.smallest_normal
+
+
+class Scale:
+    """A rule's state, the losses of the current window, and one `Window` an optimizer."""
+
+    def __init__(self, settings: ScalerSettings, key: str | None = None) -> None:
+        self.settings, self.key = settings, key
+        self.home: OnHost | OnDevice = OnHost(settings.rule.init())
+        self.groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
+        """Of every optimizer that was inspected."""
+        self.ceiling = math.inf
+        self.steps = 0
+        self.due: Callable[[], Finished] | None = None
+        """Reads a window of a device, which is concluded one step later."""
+        self.full = FullPrecision()
+        self.learned = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a new window."""
+        if watchers:
+            release(self)
+        self.windows: dict[int, Window] = {}
+        self.calls = 0
+        self.loss: Any = 0.0
+        self.loss_bad = False
+        """May a loss of this window be non-finite?"""
+        self.micro: list[MicroBatch] = []
+        self.dropped: list[int] = []
+        """Micro-batches that are no part of the gradients."""
+        if self.home.late:
+            self.home.begin()
+
+    # Where the state is
+
+    def move_to(self, device: torch.device) -> None:
+        """From now on the state is on a device; what the window holds comes along."""
+        home = self.home = OnDevice(self.home.numbers(), self.home.skipped, device)
+        for m in self.micro:
+            m.bad = torch.full((), bool(m.bad), device=home.device)
+            m.loss_nonfinite = m.bad
+
+    def numbers(self) -> Any:
+        """The state in Python numbers."""
+        return self.home.numbers()
+
+    def put(self, state: Any) -> None:
+        """Sets the state by hand: ranks compare theirs at the next step."""
+        self.home.put(state)
+        for group in self.groups.values():
+            group.compared = False
+
+    # scale
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """loss * scale, in float32 at least; notes whether the loss was finite."""
+        if not loss.is_floating_point():
+            raise MisuseError(f"scale() wants a floating-point loss, this is {loss.dtype}")
+        if self.calls and (self.home.late or not any(m.bad for m in self.micro)):
+            self._look_back(loss)
+        if loss.dtype is torch.float16:
+            self.ceiling = HALF_LOSS_CEILING
+            if not self.calls:
+                self.home.cap(self.ceiling)
+        value, nonfinite = self.home.flag(loss, self.settings.recorded)
+        self.loss_bad = self.loss_bad or nonfinite is not False
+        self.loss = self.loss + value
+        self.micro.append(MicroBatch(nonfinite, nonfinite))
+        if watchers:
+            claim(self, loss)
+        if self.settings.wants_amax and not self.learned:
+            self.full.learn(loss)
+        self.calls += 1
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        scale = self.home.state.scale
+        return wide * (scale.to(loss.device, non_blocking=True) if self.home.late else scale)
+
+    def _look_back(self, loss: Tensor) -> None:
+        """Did the micro-batch before this one leave something non-finite behind?"""
+        grads = self._known_gradients(loss)
+        if grads:
+            last = self.micro[-1]
+            last.bad = namespace(self.home.xp).or_(last.bad, self.home.nonfinite(grads))
+
+    def _known_gradients(self, loss: Tensor) -> list[Tensor]:
+        """Of the optimizers seen so far; before the first step, of what the loss depends on."""
+        params = [p for o in self.groups for group in o.param_groups for p in group["params"]]
+        grads = (p.grad for p in params or leaves(loss))
+        return [dense(g) for g in grads if g is not None and not g.is_sparse]
+
+    # micro-batches that are dropped
+
+    def drop(self, micro_batches: list[int]) -> None:
+        """These are no part of the gradients: their losses no longer count, but an overflow among
+        them still moves the scale."""
+        for i in micro_batches:
+            while i >= len(self.micro):
+                self.micro.append(MicroBatch(False, False))
+            self.micro[i].dropped = True
+        self.dropped = micro_batches
+
+    @property
+    def overflow_dropped(self) -> bool:
+        """Was a micro-batch dropped whose loss was finite?"""
+        return any(m.dropped and not m.loss_nonfinite for m in self.micro)
+
+    @property
+    def applied_without_some(self) -> bool:
+        """Are there gradients left, though some overflowed?"""
+        return self.overflow_dropped and any(w.source.elements for w in self.windows.values())
+
+    def agree_on_batch(
+        self, bad: bool, found: bool, which: int, params: list[Tensor]
+    ) -> tuple[bool, bool]:
+        """Was a micro-batch bad on any rank, and did it leave gradients on any? A loss that was
+        non-finite on one rank counts on all, or on none if the ranks do not communicate: else only
+        some would lower their scale for it."""
+        group = self.group_of(Parameters(params))
+        known = which < len(self.micro)
+        loss_bad = known and bool(self.micro[which].loss_nonfinite)
+        if group.group is not None:
+            row = torch.tensor([bad, found, loss_bad], dtype=torch.float32, device=self.home.device)
+            bad, found, loss_bad = map(bool, gather(row, group).amax(0).tolist())
+        if known:
+            flag: Any = loss_bad and group.sees_all_losses
+            if isinstance(self.micro[which].loss_nonfinite, Tensor):
+                flag = torch.full_like(self.micro[which].loss_nonfinite, flag)
+            self.micro[which].loss_nonfinite = flag
+        return bad, found
+
+    def notes(self) -> tuple[Note, ...]:
+        notes = [] if self.ceiling == math.inf else [HALF_LOSS]
+        if self.dropped:
+            notes.append(Note("micro-batches-dropped", f"micro-batches left out: {self.dropped}"))
+        return tuple(notes)
+
+    # inspect, agree
+
+    def inspect(self, optimizer: Any, *, norm: bool = False) -> Window:
+        """Looks at an optimizer's gradients: once a window, unless they were exchanged since."""
+        window = self.windows.get(id(optimizer))
+        first = window is None
+        if window is not None:
+            if window.calls != self.calls:
+                raise MisuseError(
+                    "scale() was called after the gradients had been unscaled or clipped, so they "
+                    "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
+                    "after the last backward() before step()"
+                )
+            window.fresh = False
+            same = not window.source.exchanged()
+            if window.unscaled:
+                if not same or window.source.gathered:
+                    self._gather(optimizer, window)
+                if not same:
+                    self._recheck(window)
+                if norm:
+                    self._take_norm(window)
+                return window
+            if same and not (norm and self.home.lacks_norm(window)):
+                return window
+        window = self._gather(optimizer, window)
+        self._read(window, norm)
+        window.calls, window.fresh = self.calls, True
+        self.windows[id(optimizer)] = window
+        if first and self.settings.recorded and window.source.elements:
+            self._describe(window)
+        return window
+
+    def _gather(self, optimizer: Any, window: Window | None) -> Window:
+        group = self.group_of(optimizer)
+        if window is None:
+            window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
+        window.group = group
+        window.source.find(by_parameter=self.home.late, spread=group is not ALONE)
+        return window
+
+    def group_of(self, optimizer: Any) -> RankGroup:
+        """The ranks that agree on its steps: found out once, and again if they change."""
+        settings, group = self.settings, self.groups.get(optimizer, ALONE)
+        if settings.group is None and not distributed():
+            group = ALONE
+            if settings.replicas != 1:
+                settings.use_replicas(1)
+        else:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            if group is ALONE or not group.fits(params, settings.group):
+                group = RankGroup(params, settings.group, settings.sharded)
+                settings.use_replicas()
+        self.groups[optimizer] = group
+        return group
+
+    def _read(self, window: Window, norm: bool) -> None:
+        """One look at the gradients, by this rank and by all: `window.reading`."""
+        settings, home, group = self.settings, self.home, window.group
+        window.norm_taken = norm or settings.recorded or group.asked_norm
+        amax = settings.wants_amax or group.asked_amax
+        losses: list[Any] = []
+        if self.loss_bad and group.sees_all_losses:
+            losses = [m.loss_nonfinite for m in self.micro if not m.dropped]
+        window.loss_known = self.calls > 0 and group.sees_all_losses
+        leaves_out = settings.wants_amax and not window.source.gathered
+        nothing_left = not window.source.elements and bool(self.dropped)
+        if window.source.elements or not home.late:
+            window.found = found = home.look(
+                window,
+                self.full.positions(window.source.params) if leaves_out else set(),
+                norm=window.norm_taken,
+                amax=amax,
+                clips=norm,
+            )
+            window.norm = found.norm
+            if not home.late and found.nonfinite:
+                window.culprits = culprits(window.source.params, settings.names)
+            reading = Reading(
+                found.nonfinite, found.amax, norm=found.norm, checked=bool(window.source.elements)
+            )
+        else:
+            window.found = None
+            reading = Reading(nonfinite=False, amax=0.0, checked=False)
+        if nothing_left:  # every micro-batch was dropped
+            reading = reading._replace(nonfinite=True, amax=math.inf, checked=True)
+        all_lost = nothing_left and not self.overflow_dropped
+        if group.group is None:
+            blamed = all_lost
+            if losses and not all_lost:
+                blamed = home.blamed(losses, reading.nonfinite)
+            probe = self._probed(window) if watchers else NAN
+            window.reading = reading._replace(loss_nonfinite=blamed, probe_amax=probe)
+            return
+        level = 2 if all_lost else home.level(losses)
+        self._agree(window, reading, level, amax=amax, clips=norm)
+
+    def _agree(self, window: Window, mine: Reading, level: Any, *, amax: bool, clips: bool) -> None:
+        """What all ranks show together becomes this one's reading, norm and culprit."""
+        group, probe = window.group, self._probed(window)
+        agreed = self.home.agree(
+            window,
+            RankRow(
+                nonfinite=mine.nonfinite,
+                loss_level=level,
+                loss_known=window.loss_known,
+                checked=mine.checked,
+                amax=mine.amax if amax and mine.checked is not False else NOT_TAKEN,
+                probe_amax=NOT_TAKEN if probe is NAN else probe,
+                asks=self._asks() + CLIPS * clips,
+                scale=self.home.state.scale,
+                layout=group.layout,
+            ),
+        )
+        window.reading, window.loss_known, window.first_culprit = agreed
+        window.norm = agreed.reading.norm
+        if not self.home.late:
+            names = self.settings.names
+            window.culprits = with_first(window.culprits, agreed.culprit, group, names)
+
+    def _asks(self) -> int:
+        """What this rank wants to know of all: for its journal, or for its rule."""
+        return NORM * self.settings.recorded + AMAX * self.settings.wants_amax
+
+    def _probed(self, window: Window) -> Any:
+        """What only some ranks have probed does not count: their scales would drift apart."""
+        if not window.group.sees_all_losses:
+            return NAN
+        peak = probed(self, window.source.params)
+        if self.home.late and isinstance(peak, Tensor):
+            return peak.to(self.home.device, non_blocking=True)
+        return peak
+
+    def _recheck(self, window: Window) -> None:
+        """Gradients put there after unscale_() are checked too. Not across ranks: only some might
+        come here, and a collective that others do not join hangs."""
+        if window.group.group is not None or not window.source.elements or window.reading is None:
+            return
+        found = self.home.look(window, set(), norm=False, amax=False, clips=False)
+        window.found = found
+        bad = namespace(self.home.xp).or_(window.reading.nonfinite, found.nonfinite)
+        window.reading = window.reading._replace(nonfinite=bad, checked=True)
+        if not self.home.late and found.nonfinite:
+            window.culprits = culprits(window.source.params, self.settings.names)
+
+    def _take_norm(self, window: Window) -> None:
+        """The norm of gradients that were unscaled before somebody asked for it."""
+        assert window.reading is not None
+        if not self.home.late and window.reading.nonfinite:
+            return
+        if window.source.elements or not self.home.late:
+            window.found = self.home.look(window, set(), norm=True, amax=False, clips=False)
+            window.norm = window.found.norm
+        if window.group.has_shards:
+            window.norm_taken = True
+            row = RankRow(False, 0, 0, 0, asks=self._asks(), scale=self.home.state.scale)
+            window.norm = self.home.agree(window, row).reading.norm
+
+    def _describe(self, window: Window) -> None:
+        """Before the first line of a journal: names and sizes; every so often, statistics of the
+        gradients as scaled."""
+        settings, channel = self.settings, self.settings.channel
+        if id(window.source.optimizer) not in settings.named:
+            settings.named.add(id(window.source.optimizer))
+            name_apart(window.source.params, settings.names, settings.taken)
+        if not channel.described:
+            sizes = {name_of(p, settings.names): p.numel() for p in window.source.params}
+            channel.describe(parameters=sizes)
+        if channel.sample_due(self.steps):
+            grads = [dense(g) for g in window.source.held]
+            channel.sample(self.steps, statistics(window.source.params, grads, settings.names))
+
+    # unscale, clip, step
+
+    def finish(
+        self,
+        window: Window,
+        call: Any = ((), {}),
+        *,
+        retries_left: int = 0,
+        retries: int = 0,
+        done: bool = False,
+    ) -> Any:
+        """Decides, and applies the step or leaves everything as it is; `window.finished` says what
+        came of it. `done`: the optimizer has moved the weights already, in its closure."""
+        home, settings, source = self.home, self.settings, window.source
+        args, kwargs = call
+        if not source.elements and window.group.group is None and not self.dropped:
+            window.reading = Reading(nonfinite=False, amax=0.0, checked=False)
+        assert window.reading is not None
+        reading, value, cause = window.reading, None, None
+        waits = retries_left or done or "grad_scaler" in kwargs
+        if home.late and not waits and source.elements and source.folds and not source.must_know:
+            value = self._folded(window, reading, args, kwargs)
+        else:
+            seen, state, known = reading, home.state, window.loss_known
+            if home.late:
+                seen, state, known = home.read(window)
+            window.verdict, cause = decide(
+                seen,
+                state,
+                settings.rule,
+                settings.limits,
+                loss_known=known,
+                retries_left=retries_left,
+            )
+            if window.verdict is Verdict.APPLY and not done:
+                value = self._apply(window, args, kwargs)
+        which = None
+        if not home.late and cause not in APPLIED:
+            which = first_bad([m.bad for m in self.micro], self.dropped)
+        finished = Finished(
+            self.steps,
+            home.state,
+            home.state.scale,
+            reading._replace(norm=window.norm),
+            cause,  # type: ignore[arg-type]
+            culprits=window.culprits,
+            retries=retries,
+            micro_batch=which,
+            notes=self.notes() if self.dropped or self.ceiling < math.inf else (),
+            key=self.key or "",
+        )
+        window.finished = finished
+        if home.late:
+            window.finished = home.later(finished, window, settings, self.micro, self.dropped)
+        return value
+
+    def _folded(self, window: Window, reading: Reading, args: Any, kwargs: Any) -> Any:
+        """A fused optimizer on a device is handed scale and verdict, and nothing waits."""
+        scale = self.home.state.scale
+        grad_scale = torch.ones_like(scale) if window.unscaled else scale
+        if isinstance(window.coefficient, Tensor):
+            grad_scale = grad_scale / window.coefficient
+        bad = namespace(torch).or_(reading.nonfinite, reading.loss_nonfinite)
+        return window.source.step(grad_scale, bad.float(), *args, **kwargs)
+
+    def _apply(self, window: Window, args: Any, kwargs: Any) -> Any:
+        """One factor, 1/scale x clip coefficient: folded into the optimizer where it can take it,
+        else multiplied in."""
+        source, coefficient, home = window.source, window.coefficient, self.home
+        if "grad_scaler" in kwargs:  # takes the scale out by itself
+            multiply(source.params, source.elements, coefficient)
+            return source.plain_step(*args, **kwargs)
+        if home.late:
+            factor = coefficient if window.unscaled else home.inverse() * coefficient
+            return source.multiplied_step(factor, *args, **kwargs)
+        divisor = 1.0 if window.unscaled else home.state.scale
+        if coefficient < divisor * _SMALLEST_FACTOR:  # one float32 cannot hold both: two passes
+            source.multiply(1 / divisor)
+            divisor = 1.0
+        if source.folds:
+            return source.step(divisor / coefficient, None, *args, just_read=window.fresh, **kwargs)
+        return source.multiplied_step(1 / divisor * coefficient, *args, **kwargs)
+
+    # the end of a window
+
+    def combined(self) -> Reading:
+        """What all optimizers of this window showed together."""
+        readings = [w.reading for w in self.windows.values() if w.reading is not None]
+        if all(r is readings[0] for r in readings):  # one, or carried out together
+            return readings[0]
+        checked = [r for r in readings if r.checked is not False]
+        if not checked:
+            return Reading(nonfinite=False, amax=0.0, checked=False)
+        if len(checked) == 1:
+            return checked[0]
+        ns, late = namespace(self.home.xp), self.home.late
+        maximum, hypot = (torch.maximum, torch.hypot) if late else (max, math.hypot)
+        whole = checked[0]
+        for r in checked[1:]:
+            taken = self.settings.recorded or not late
+            whole = Reading(
+                ns.or_(whole.nonfinite, r.nonfinite),
+                r.amax if whole.amax is r.amax else maximum(whole.amax, r.amax),
+                ns.or_(whole.loss_nonfinite, r.loss_nonfinite),
+                True,
+                hypot(whole.norm, r.norm) if taken else math.nan,
+                largest((whole.probe_amax, r.probe_amax)),
+            )
+        return whole
+
+    def advance(self, reading: Reading, *, retry: bool = False) -> Reading:
+        """Moves the scale; returns the reading that is recorded. A retry is no skip, nor is a step
+        that was applied without some of its micro-batches."""
+        without_some = bool(self.dropped) and self.applied_without_some
+        seen = reading
+        if self.dropped and self.overflow_dropped and reading.checked is not False:
+            seen = reading._replace(nonfinite=True)
+        home = self.home
+        if watchers:
+            window_ended(self, seen, home.state.scale, retry)
+        self.learned = True
+        after = moved(
+            self.settings.rule,
+            home.state,
+            seen,
+            retry=retry,
+            dropped=without_some,
+            ceiling=self.ceiling,
+            xp=home.xp,
+        )
+        counts = not retry and not without_some and reading.checked is not False
+        home.move(after, after.skips > 0 if counts else False)
+        return reading._replace(nonfinite=False) if without_some else reading
+
+    def carry_out_deferred(self) -> Window | None:
+        """skip="all": steps that waited for all optimizers' gradients; the last of them."""
+        waiting = [
+            w for w in self.windows.values() if w.deferred is not None and w.finished is None
+        ]
+        reading = self.combined() if waiting else None
+        for window in waiting:
+            window.fresh, window.reading = False, reading
+            self.finish(window, window.deferred)
+        return waiting[-1] if waiting else None
+
+    def end(self) -> Finished | Callable[[], Finished] | None:
+        """Moves the scale and begins a new window; what there is to conclude of the old one, or
+        how a device's numbers are read.
+
+        The first optimizer's step that was not applied stands for the window, else the last.
+        """
+        windows = list(self.windows.values())
+        if not windows:
+            return None
+        reading = self.combined() if len(windows) > 1 else windows[0].reading
+        assert reading is not None
+        reading = self.advance(reading)
+        if watchers and self.settings.recorded and (modules := samples(self.params())):
+            self.settings.channel.probe(self.steps, modules)
+        finished: list[Any] = [w.finished for w in windows if w.finished is not None]
+        ended: Any = None
+        if finished and (self.settings.observed or not self.home.late):
+            lr, loss = _learning_rate(windows), self.loss if self.calls else math.nan
+            if self.home.late:
+                ended = self.home.ended(finished, reading, loss, lr)
+            else:
+                done = shown(finished) if len(finished) > 1 else finished[0]
+                scale = self.home.state.scale
+                ended = done._replace(reading=reading, next_scale=scale, lr=lr, loss=loss)
+        self.steps += 1
+        self.clear()
+        return ended
+
+    def conclude(self, ended: Finished | Callable[[], Finished] | None) -> None:
+        """Records a window and enforces limits: at once, or on a device one step later."""
+        if callable(ended):
+            ended, self.due = self.due, ended
+        if ended is not None:
+            settings = self.settings
+            done = ended() if callable(ended) else ended
+            conclude(done, settings.rule, settings.limits, settings.channel)
+
+    def params(self) -> list[Tensor]:
+        """Those that this window has looked at."""
+        return [p for w in self.windows.values() for p in w.source.params]
+
+
+def _learning_rate(windows: list[Window]) -> float:
+    """Of the first optimizer's first group, NaN if there is none."""
+    for window in windows:
+        for group in window.source.optimizer.param_groups:
+            return float(group.get("lr", math.nan))
+    return math.nan

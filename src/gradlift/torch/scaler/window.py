@@ -1,0 +1,74 @@
+"""One optimizer between two updates: what its gradients showed, and what came of its step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core import Cause, Culprit, Finished, Verdict
+from ...reading import Reading
+from ..gradient_source import GradientSource
+from ..ranks.group import ALONE, RankGroup
+from .finite_check import Inspection
+
+APPLIED = (Cause.NONE, Cause.NO_GRADIENTS)
+"""Causes of a step that nothing went wrong in."""
+
+
+@dataclass
+class MicroBatch:
+    """One scaled loss of a window; flags are bools, or bool tensors on a device."""
+
+    loss_nonfinite: Any
+    bad: Any
+    """Was its loss or, as far as anybody looked, its gradient non-finite?"""
+    dropped: bool = False
+
+
+@dataclass
+class Window:
+    """One optimizer between two updates."""
+
+    source: GradientSource
+    """Where its gradients are, and how it is stepped with them."""
+    group: RankGroup = ALONE
+    """The ranks that agree on its step."""
+    found: Inspection | None = None
+    reading: Reading | None = None
+    norm: Any = math.nan
+    """Of the true gradients; a tensor on a device. NaN where it was not taken."""
+    norm_taken: bool = False
+    loss_known: Any = False
+    """Was a loss scaled, by any rank of the group?"""
+    culprits: tuple[Culprit, ...] = ()
+    first_culprit: Any = 0
+    """Of any rank: see `RankRow.culprit`."""
+    calls: int = -1
+    """How many losses had been scaled when the gradients were looked at."""
+    fresh: bool = False
+    """The gradients were looked at in the call that is still running."""
+    unscaled: bool = False
+    coefficient: Any = 1.0
+    """The clip coefficient that `step` has still to apply."""
+    deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What `step` was called with, where `update` is to carry it out."""
+    verdict: Verdict | None = None
+    """None before `step`, and after it where only a device knows."""
+    finished: Finished | Callable[[], Finished] | None = None
+    """What `step` came to; on a device, how to read it."""
+
+
+def first_bad(flags: Sequence[Any], dropped: Sequence[int]) -> int | None:
+    """The first bad one of several micro-batches; if none had shown by the end, the last."""
+    if dropped:
+        return dropped[0]
+    if len(flags) < 2:
+        return None
+    return next((i for i, bad in enumerate(flags) if bad), len(flags) - 1)
+
+
+def shown(finished: Sequence[Finished]) -> Finished:
+    """Of several optimizers' steps the first that was not applied, else the last."""
+    return next((f for f in finished if f.cause not in APPLIED), finished[-1])
