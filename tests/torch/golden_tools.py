@@ -434,7 +434,8 @@ def alike(old, new):
         (kind, value), (other, number) = old.rpartition(" ")[::2], new.rpartition(" ")[::2]
         if old != new and kind == other:
             if HEX.fullmatch(value) and HEX.fullmatch(number):
-                return alike(float.fromhex(value), float.fromhex(number))
+                a, b = float.fromhex(value), float.fromhex(number)
+                return alike(a, b) or (bool(kind) and math.isclose(a, b, rel_tol=1e-3))  # LBFGS
             return bool(TENSOR.fullmatch(kind)) and len(value) == len(number)
     return old == new
 
