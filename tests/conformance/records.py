@@ -10,6 +10,7 @@ asks of a driver this adds
     driver.result, .skipped_steps, .state_dict(), .load_state_dict(state)
     driver.close()                                      all that comes late has come
     Driver.adapter, Driver.framework                    its name in docs/adapters.md, in the journal
+    Driver.more_facts                                   what else its header has
 
 `window`, `train` and `half` return what `step` returns. What an adapter cannot know is data:
 `Driver.CANNOT = {fact: reason}`, where the facts are those of `FACTS`. It is taken out of what is
@@ -33,6 +34,7 @@ from gradlift import Cause, Verdict, read_journal
 from gradlift.core import HALF_LOSS
 from gradlift.errors import TrainingHalted
 from gradlift.journal import Step
+from gradlift.rules import resolve
 
 from .documents import ROOT
 from .reference import NumpyDriver
@@ -42,7 +44,9 @@ FACTS = {
     "loss": "the loss: causes are 'unknown non-finite', and a NaN loss lowers the scale",
     "at once": "a halt and a warning come one step later",
     "lr": "the learning rate",
+    "amax": "the largest gradient, where the rule does not need it",
     "culprits": "which gradients were not finite",
+    "all culprits": "more than the first culprit",
     "kinds": "whether a culprit was inf or NaN",
     "parameters": "names and sizes in the journal's header",
     "window": "several losses in one step",
@@ -52,7 +56,6 @@ FACTS = {
     "half_loss": "a note that the loss was computed in float16",
     "limits": "halting after so many skips, a policy at the floor",
     "warned line": "a warning points at the line that called the adapter",
-    "skipped_steps": "a count of skipped steps",
     "state": "the layout of saved states that adapters share",
 }
 
@@ -479,9 +482,13 @@ def cause_for(Driver, cause):
     return Cause.UNKNOWN_NONFINITE if unseen else cause
 
 
-def step_for(Driver, i, step):
+def step_for(Driver, i, step, rule):
     """A line as this adapter can write it."""
     step = step._replace(step=i, cause=cause_for(Driver, step.cause))
+    if "amax" in Driver.CANNOT and not resolve(rule, retries=False).magnitudes:
+        step = step._replace(amax=math.nan)
+    if "all culprits" in Driver.CANNOT:
+        step = step._replace(culprits=step.culprits[:1])
     if "loss" in Driver.CANNOT:
         step = step._replace(loss=math.nan)
     if "lr" in Driver.CANNOT:
@@ -502,6 +509,8 @@ def events_for(Driver, events):
         culprits = detail["culprits"]
         if "culprits" in Driver.CANNOT:
             culprits = []
+        elif "all culprits" in Driver.CANNOT:
+            culprits = culprits[:1]
         elif "kinds" in Driver.CANNOT:
             culprits = [c.partition(" ")[0] for c in culprits]
         micro_batch = detail["micro_batch"]
@@ -548,13 +557,14 @@ def test_the_header(Driver, name):
     if "parameters" in Driver.CANNOT:
         del wanted["parameters"]
     assert {key: header.get(key) for key in wanted} == wanted
-    assert {*header} - {*wanted} == {"kind", "time", "versions"}
+    more = getattr(Driver, "more_facts", set())
+    assert {*header} - {*wanted} == {"kind", "time", "versions", *more}
 
 
 @with_each
 def test_the_lines_of_the_steps(Driver, name):
     story, done = asked(Driver, name)
-    wanted = [step_for(Driver, i, step) for i, step in enumerate(story.steps)]
+    wanted = [step_for(Driver, i, step, story.rule) for i, step in enumerate(story.steps)]
     assert [s.step for s in done.run.steps] == [s.step for s in wanted]
     for found, step in zip(done.run.steps, wanted, strict=True):
         assert 0 <= found.seconds < 60
@@ -596,7 +606,7 @@ def test_what_is_returned(Driver, name):
 @with_each
 def test_the_result(Driver, name):
     story, done = asked(Driver, name)
-    result, last = done.driver.result, step_for(Driver, 0, story.steps[-1])
+    result, last = done.driver.result, step_for(Driver, 0, story.steps[-1], story.rule)
     told = [e for e in events_for(Driver, story.events) if e[1] != "note"]
     event = told[-1][2] if told and told[-1][0] == len(story.steps) - 1 else {}
     notes = [d["text"] for _, what, d in story.events if what == "note"]
@@ -617,8 +627,7 @@ def test_skipped_steps(Driver, name):
     story, done = asked(Driver, name)
     skipped = sum(s.skipped for s in story.steps)
     assert done.run.skipped == skipped
-    if "skipped_steps" not in Driver.CANNOT:
-        assert done.driver.skipped_steps == skipped
+    assert done.driver.skipped_steps == skipped
 
 
 @with_each
@@ -645,11 +654,9 @@ def test_warnings_at_the_floor(Driver, name):
 # The saved state
 
 
-def shared(Driver, state):
-    """What all adapters save alike: torch has two entries more, JAX does not count steps."""
+def shared(state):
+    """What all adapters save alike: torch has two entries more."""
     own = {k: v for k, v in state["gradlift"].items() if k not in ("keys", "events")}
-    if "skipped_steps" in Driver.CANNOT:
-        own |= {"steps": 0, "skipped": 0}
     return {**state, "gradlift": own}
 
 
@@ -658,7 +665,7 @@ def test_the_saved_state(Driver, name):
     story, done = asked(Driver, name)
     if done.state is None:
         pytest.skip(f"{Driver.adapter}: {Driver.CANNOT['state']}")
-    assert shared(Driver, done.state) == shared(Driver, story.state)
+    assert shared(done.state) == shared(story.state)
 
 
 @with_each
@@ -673,7 +680,7 @@ def test_a_saved_state_goes_on_in_another_adapter(Driver, name):
     again.load_state_dict(done.state)
     other.load_state_dict(json.loads(json.dumps(reference.state_dict())))
     for driver in drivers:
-        assert shared(Driver, driver.state_dict()) == shared(Driver, story.state)
+        assert shared(driver.state_dict()) == shared(story.state)
     for loss, grads in ((1.0, UNIT), (1.0, HUGE), (1.0, UNIT)):
         stepped, cause, scale, _ = reference.step(loss, grads)
         wanted = stepped, cause_for(Driver, cause), scale
@@ -681,7 +688,7 @@ def test_a_saved_state_goes_on_in_another_adapter(Driver, name):
         assert other.step(loss, grads)[:3] == wanted
     for driver in drivers:
         driver.close()
-    assert len({json.dumps(shared(Driver, d.state_dict()), sort_keys=True) for d in drivers}) == 1
+    assert len({json.dumps(shared(d.state_dict()), sort_keys=True) for d in drivers}) == 1
 
 
 # What an adapter cannot know
@@ -690,7 +697,7 @@ def test_a_saved_state_goes_on_in_another_adapter(Driver, name):
 def test_what_it_cannot_know_is_declared(Driver):
     assert {*Driver.CANNOT} <= {*FACTS}
     for fact, method in (("window", "window"), ("retries", "train"), ("half_loss", "half")):
-        assert hasattr(Driver, method) != (fact in Driver.CANNOT), fact
+        assert (getattr(Driver, method, None) is None) == (fact in Driver.CANNOT), fact
     assert getattr(Driver, "sees_loss", True) != ("loss" in Driver.CANNOT)
     assert bool(getattr(Driver, "late", 0)) == ("at once" in Driver.CANNOT)
 

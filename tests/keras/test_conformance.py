@@ -1,10 +1,11 @@
-"""LossScaleOptimizer against the suite that every adapter passes, as each backend runs it."""
+"""LossScaleOptimizer against the suites that every adapter passes, as each backend runs it."""
 
 from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
+from conformance.records import *  # noqa: F403
 from conformance.suite import *  # noqa: F403
 from keras import ops
 
@@ -17,8 +18,18 @@ BACKEND = keras.backend.backend()
 class Stateful:
     """`apply`, called from Python."""
 
+    adapter = framework = "keras"
+    more_facts = {"backend"}
+    CANNOT = {
+        "all culprits": "the record of a step has room for one",
+        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
+        "retries": "fit never computes a batch again",
+    }
+
     def __init__(self, rule, journal=None, **limits):
-        self.params = {n: keras.Variable(np.ones(k, np.float32)) for n, k in (("a", 4), ("b", 2))}
+        self.params = {
+            n: keras.Variable(np.ones(k, np.float32), name=n) for n, k in (("a", 4), ("b", 2))
+        }
         self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule, **limits)
         self.optimizer.build(list(self.params.values()))
         self.logger = None
@@ -29,11 +40,19 @@ class Stateful:
             self.logger.on_epoch_begin(0)
 
     def step(self, loss, grads):
-        self.move(np.float32(loss), {n: np.float32(g) for n, g in grads.items()})
+        return self.window([(loss, grads)])
+
+    def half(self, loss, grads):
+        return self.window([(loss, grads)], np.float16)
+
+    def window(self, batches, dtype=np.float32):
+        self.move(
+            [(dtype(loss), {n: np.float32(grads[n]) for n in grads}) for loss, grads in batches]
+        )
         self.optimizer.enforce()
         result = self.result
         params = {n: ops.convert_to_numpy(p.value) for n, p in self.params.items()}
-        scale = float(self.optimizer.dynamic_scale.value)
+        scale = self.optimizer.get_scale()
         if result is None:  # the rule is off
             return True, Cause.NONE, scale, params
         return result.stepped, result.cause, scale, params
@@ -56,16 +75,20 @@ class Stateful:
         if self.logger is not None:
             self.logger.on_train_end()
 
-    def move(self, loss, grads):
-        scale = self.scaled(loss)
-        grads = [ops.convert_to_tensor(g) * scale for g in grads.values()]
-        halves = [ops.cast(ops.cast(g, "float16"), "float32") for g in grads]
-        self.optimizer.apply(halves, list(self.params.values()) if halves else None)
+    def move(self, batches):
+        """Gradients as a backward pass in float16 leaves them, added up."""
+        total = {}
+        for loss, grads in batches:
+            scale = self.scaled(loss)
+            for n, g in grads.items():
+                half = ops.cast(ops.convert_to_tensor(g) * scale, "float16")
+                total[n] = total.get(n, 0) + ops.cast(half, "float32")
+        self.optimizer.apply(list(total.values()), list(self.params.values()) if total else None)
 
     def scaled(self, loss):
-        """The scale that came out of `scale_loss`, which must see the loss itself as well."""
+        """The scale that the loss carries, which `scale_loss` must see itself as well."""
         self.optimizer.scale_loss(ops.convert_to_tensor(loss))
-        return ops.convert_to_tensor(self.optimizer.loss_scale)
+        return self.optimizer._carried(ops.convert_to_tensor(self.optimizer.loss_scale))
 
 
 class Function(Stateful):
@@ -78,14 +101,12 @@ class Function(Stateful):
 
         super().__init__(rule, journal, **limits)
         plain = super().move
-        self.compiled = tf.function(
-            lambda loss, grads: plain(loss, grads), jit_compile=self.jit_compile
-        )
+        self.compiled = tf.function(lambda batches: plain(batches), jit_compile=self.jit_compile)
 
-    def move(self, loss, grads):
+    def move(self, batches):
         import tensorflow as tf
 
-        self.compiled(tf.constant(loss), {n: tf.constant(g) for n, g in grads.items()})
+        self.compiled(tf.nest.map_structure(tf.constant, batches))
 
 
 class Compiled(Function):
@@ -95,26 +116,36 @@ class Compiled(Function):
 class Stateless(Stateful):
     """What `fit` does on JAX: values in, values out, in `jit`. The loss is not seen."""
 
+    adapter = "keras on jax, in jit"
     sees_loss = False
+    CANNOT = {**Stateful.CANNOT, "loss": "JAX keeps no notes of what it traces"}
 
     def __init__(self, rule, journal=None, **limits):
+        super().__init__(rule, journal, **limits)
+        self.compiled = {}
+
+    def stateless(self, held, weights, several):
+        own = self.optimizer.dynamic_scale
+        scale = held[next(i for i, v in enumerate(self.optimizer.variables) if v is own)]
+        scale = self.optimizer._carried(scale)
+        total = {}
+        for grads in several:
+            for n, g in grads.items():
+                half = (g * scale).astype("float16").astype("float32")
+                total[n] = total.get(n, 0) + half
+        return self.optimizer.stateless_apply(held, list(total.values()), weights)
+
+    def move(self, batches):
         import jax
 
-        super().__init__(rule, journal, **limits)
-
-        def one(held, weights, grads):
-            scale = held[next(i for i, v in enumerate(self.optimizer.variables) if v is own)]
-            halves = [(g * scale).astype("float16").astype("float32") for g in grads.values()]
-            return self.optimizer.stateless_apply(held, halves, weights)
-
-        own = self.optimizer.dynamic_scale
-        self.optimizer.scale_loss(np.float32(1))
-        self.compiled = jax.jit(one)
-
-    def move(self, loss, grads):
+        dtype = batches[0][0].dtype
+        self.optimizer.scale_loss(np.ones((), dtype))  # what a trace learns of the loss: its type
+        if dtype not in self.compiled:
+            self.compiled[dtype] = jax.jit(lambda *values: self.stateless(*values))
         variables = list(self.params.values())
         held = [v.value for v in self.optimizer.variables]
-        weights, held = self.compiled(held, [v.value for v in variables], grads)
+        grads = [grads for _, grads in batches]
+        weights, held = self.compiled[dtype](held, [v.value for v in variables], grads)
         for variable, value in zip([*variables, *self.optimizer.variables], [*weights, *held]):
             variable.assign(value)
 

@@ -16,7 +16,15 @@ from .accumulation import accumulated
 from .application import mark
 from .finite_checking import name_of
 from .retrying import retried, undifferentiated
-from .scaler import Scaler, checked_loss, finish, parameters_of, read, unscaled
+from .scaler import (
+    Scaler,
+    checked_loss,
+    finish,
+    first_bad_loss,
+    parameters_of,
+    read,
+    unscaled,
+)
 
 
 def value_and_grad(
@@ -78,17 +86,23 @@ devices decide alike |
                 grads, shown = _axis.averaged(local, axis_name, loss), local
                 loss = _axis.mean(loss, axis_name)
             reading, kinds = read(scaler, grads, losses, axis_name, shown)
-            return scaler, reading, kinds, loss, aux, grads
+            return scaler, reading, kinds, first_bad_loss(losses, axis_name), loss, aux, grads
 
         tries: Any = 0
         if again:
             tries, found = retried(attempt, scaler, retries)
         else:
             found = attempt(scaler)
-        scaler, reading, kinds, loss, aux, grads = found
-        parameters = parameters_of(grads)
+        scaler, reading, kinds, bad_loss, loss, aux, grads = found
         after, result = finish(
-            scaler, reading, kinds, parameters, loss, loss_type=loss_type, retries=tries
+            scaler,
+            reading,
+            kinds,
+            parameters_of(grads),
+            loss,
+            loss_type=loss_type,
+            retries=tries,
+            bad_loss=bad_loss,
         )
         if not off:
             grads = unscaled(grads, 1 / scaler.state.scale)

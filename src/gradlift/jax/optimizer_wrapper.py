@@ -21,6 +21,7 @@ from .scaler import (
     Result,
     Scaler,
     finish,
+    first_bad_loss,
     no_kinds,
     parameters_of,
     read,
@@ -56,10 +57,10 @@ def wrap(
         grads = jax.grad(lambda p: scale_loss(loss_fn(p), opt_state))(params)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
 
-    `value=` is the loss without the scale, to tell a loss that is not finite from an
-    overflow. After a skip the updates are -0.0, which `optax.apply_updates` adds without changing a
-    bit. Gradients that differ along `axis_name` are averaged along it. Nothing is retried here, so
-    "auto" is cautious.
+    `value=` is the loss without the scale, to tell a loss that is not finite from an overflow;
+    of several losses whose gradients were added up, an array of all. After a skip the updates are
+    -0.0, which `optax.apply_updates` adds without changing a bit. Gradients that differ along
+    `axis_name` are averaged along it. Nothing is retried here, so "auto" is cautious.
 
     >>> tx = wrap(optax.sgd(0.5), "static:8")
     >>> params = jnp.ones(2)
@@ -97,13 +98,15 @@ def wrap(
         off = isinstance(scaler.rule, Off)
         if axis_name is not None:
             grads, local = _axis.averaged(grads, axis_name), grads
-        loss = None if value is None else jnp.sum(value)
-        reading, kinds = read(scaler, grads, loss, axis_name, local)
+        losses = None if value is None else jnp.asarray(value)
+        loss = None if losses is None else losses.sum()
+        reading, kinds = read(scaler, grads, losses, axis_name, local)
         if loss is not None and axis_name is not None:
             loss = _axis.mean(loss, axis_name)
         parameters = state.result.parameters
         kinds = _placed(kinds, parameters_of(grads), parameters)
-        after, result = finish(scaler, reading, kinds, parameters, loss)
+        bad_loss = first_bad_loss(losses, axis_name)
+        after, result = finish(scaler, reading, kinds, parameters, loss, bad_loss=bad_loss)
         if value is not None and takes_value:
             more["value"] = value
         if off:

@@ -37,7 +37,7 @@ _CAUTIOUS = PRESETS["auto:cautious"][1]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaler:
-    """A rule and its state: a pytree whose leaves are the state's seven scalars.
+    """A rule, its state and two counts: a pytree whose leaves are nine scalars.
 
     The rule is part of the program, so "auto" is settled here: cautious, or sharp with
     `retries=True`, for `value_and_grad(..., retries=n)`.
@@ -51,6 +51,10 @@ class Scaler:
 
     rule: Rule = dataclasses.field(default="dynamic", metadata={"static": True})  # type: ignore[assignment]
     state: ScaleState = None  # type: ignore[assignment]
+    steps: Any = 0
+    """Steps so far, applied or not."""
+    skipped_steps: Any = 0
+    """Steps that had something to apply and were not applied."""
     retries: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, retries: bool) -> None:
@@ -58,6 +62,17 @@ class Scaler:
             object.__setattr__(self, "rule", resolve(self.rule, retries=retries))
         if self.state is None:
             object.__setattr__(self, "state", arrays(self.rule.init()))
+        for name in ("steps", "skipped_steps"):
+            if isinstance(getattr(self, name), int):
+                object.__setattr__(self, name, jnp.asarray(getattr(self, name), jnp.int32))
+
+    def get_scale(self) -> float:
+        """The scale of the next loss as a number. Reads the device.
+
+        >>> Scaler("static:8").get_scale()
+        8.0
+        """
+        return float(self.state.scale)
 
     def scale(self, loss: Any) -> Any:
         """loss * scale, in float32."""
@@ -85,14 +100,16 @@ class Scaler:
         return dataclasses.replace(self, state=self.state._replace(scale=self.used(loss_dtype)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON, in the layout that all adapters share. Steps are not counted
-        here, so its `steps` and `skipped` are 0.
+        """The state as plain JSON, in the layout that all adapters share.
 
         >>> Scaler("static:8").state_dict()["scale"]
         8.0
         """
         sharp = any(getattr(self.rule, name, None) != value for name, value in _CAUTIOUS.items())
-        return saved_state.save(self.rule, jax.device_get(self.state), sharp=sharp)
+        state, steps, skipped = jax.device_get((self.state, self.steps, self.skipped_steps))
+        return saved_state.save(
+            self.rule, state, steps=int(steps), skipped=int(skipped), sharp=sharp
+        )
 
     def load_state_dict(self, data: Any) -> Scaler:
         """A scaler of this rule with the state in `data`, from any adapter or torch's own scaler.
@@ -104,7 +121,9 @@ class Scaler:
         8.0
         """
         loaded = saved_state.load(self.rule, data)
-        return dataclasses.replace(self, state=arrays(loaded.state))
+        return dataclasses.replace(
+            self, state=arrays(loaded.state), steps=loaded.steps, skipped_steps=loaded.skipped
+        )
 
 
 def checked_loss(loss: Any) -> Any:
@@ -153,6 +172,8 @@ class Result:
     """Is a gradient not finite?"""
     kinds: Any
     """For each of `parameters` 0, or 1 if its gradient holds inf, or 2 if it holds NaN."""
+    bad_loss: Any
+    """Index of the first of several losses that was not finite; -1 if none was."""
     rule: Rule = dataclasses.field(metadata={"static": True})
     parameters: Parameters = dataclasses.field(metadata={"static": True}, repr=False)
     half_loss: bool = dataclasses.field(metadata={"static": True})
@@ -188,6 +209,7 @@ class Result:
             )
         held = jax.device_get(self)
         cause = Cause(int(held.cause))
+        blamed = cause is Cause.LOSS_NONFINITE
         return Finished(
             step,
             ScaleState(float(held.scale), skips=int(held.skips)),
@@ -195,13 +217,15 @@ class Result:
             Reading(
                 bool(held.nonfinite),
                 float(held.amax),
-                cause is Cause.LOSS_NONFINITE,
+                blamed,
+                checked=cause is not Cause.NO_GRADIENTS,
                 norm=float(held.grad_norm),
             ),
             cause,
             float(held.loss),
             named_culprits([name for name, _ in self.parameters], held.kinds.tolist()),
             int(held.retries),
+            micro_batch=int(held.bad_loss) if blamed and held.bad_loss >= 0 else None,
             notes=(HALF_LOSS,) if self.half_loss else (),
             lr=lr,
             key=key,
@@ -259,6 +283,19 @@ def read(
     return Reading(found.nonfinite, amax, blamed, norm=found.norm), found.kinds
 
 
+def first_bad_loss(losses: Any, axis_name: Any = None) -> Any:
+    """Index of the first of several losses that is not finite, on any device; -1 if none is.
+
+    >>> int(first_bad_loss(jnp.array([1.0, jnp.nan, jnp.inf]))), first_bad_loss(jnp.float32(1))
+    (1, -1)
+    """
+    if losses is None or jnp.size(losses) < 2:
+        return -1
+    bad = ~jnp.isfinite(jnp.ravel(losses))
+    first = jnp.where(bad.any(), jnp.argmax(bad), -1)
+    return first if axis_name is None else _axis.largest(first, axis_name)
+
+
 def advanced(scaler: Scaler, reading: Reading) -> Scaler:
     """The scaler after a step that showed `reading`."""
     if isinstance(scaler.rule, Off) or reading.checked is False:
@@ -282,14 +319,17 @@ def finish(
     *,
     loss_type: Any = jnp.float32,
     retries: Any = 0,
+    bad_loss: Any = -1,
 ) -> tuple[Scaler, Result]:
     """One step's end: the next scaler, and what the step came to."""
     off = isinstance(scaler.rule, Off)
-    after, cause = advanced(scaler, reading), Cause.NONE
+    after, cause, skipped = advanced(scaler, reading), Cause.NONE, scaler.skipped_steps
     if not off:
         after = after.capped(loss_type)
         known = loss is not None
         cause = cause_of(reading, scaler.state, scaler.rule, loss_known=known, xp=jnp)
+        skipped = skipped + ((cause != Cause.NONE) & (cause != Cause.NO_GRADIENTS))
+    after = dataclasses.replace(after, steps=scaler.steps + 1, skipped_steps=skipped)
     result = Result(
         cause=jnp.asarray(cause, jnp.int32),
         scale=scaler.state.scale,
@@ -301,6 +341,7 @@ def finish(
         skips=scaler.state.skips,
         nonfinite=jnp.asarray(reading.nonfinite, bool),
         kinds=kinds,
+        bad_loss=jnp.asarray(bad_loss, jnp.int32),
         rule=scaler.rule,
         parameters=parameters,
         half_loss=not off and loss_type == jnp.float16,

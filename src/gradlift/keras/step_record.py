@@ -58,6 +58,8 @@ class StepRow(NamedTuple):
     """Steps skipped in a row before this one."""
     half_loss: Any
     """The loss was float16."""
+    bad_loss: Any
+    """Of several losses the first that was not finite: its index plus one; 0: none."""
 
 
 class RowReading(NamedTuple):
@@ -170,6 +172,7 @@ def finished(
         cause,
         row.loss,
         _culprits(row, names),
+        micro_batch=int(row.bad_loss) - 1 if reading.loss_nonfinite and row.bad_loss else None,
         notes=(HALF_LOSS,) if row.half_loss else (),
         lr=lr,
         seconds=seconds,

@@ -23,6 +23,7 @@ def finish(
     loss_known: Any,
     culprit: Any = 0,
     half_loss: bool,
+    bad_loss: Any = 0,
 ) -> tuple[Any, Values]:
     """Is the step applied? And what the four variables hold after it.
 
@@ -45,6 +46,7 @@ def finish(
         culprit,
         before.skips,
         half_loss,
+        bad_loss,
     )
     numbers = ops.stack([ops.cast(ops.convert_to_tensor(x), "float32") for x in row])
     place = ops.cast(ops.mod(ops.sum(counts), ROWS), "int32")

@@ -26,6 +26,10 @@ class WindowValues(NamedTuple):
     any_bad: Any = False
     """One of them was not finite."""
     all_bad: Any = True
+    losses: Any = 0
+    """How many there were."""
+    first_bad: Any = 0
+    """The first that was not finite: its index plus one; 0: none."""
     inspection: RowReading | None = None
     """What gradients showed that `get_unscaled_gradients` was given."""
 
@@ -50,7 +54,9 @@ class JaxWindow:
         here, before = jnp.sum(loss, dtype=jnp.float32), self.values
         bad = ~jnp.isfinite(here)
         total = here if before.total is None else before.total + here
-        self.values = WindowValues(total, bad | before.any_bad, bad & before.all_bad)
+        losses = before.losses + 1
+        first = jnp.where((before.first_bad == 0) & bad, losses, before.first_bad)
+        self.values = WindowValues(total, bad | before.any_bad, bad & before.all_bad, losses, first)
 
     def unscaled(self, inspection: RowReading) -> None:
         """Gradients were unscaled by hand, and this is what they showed before."""
@@ -163,6 +169,7 @@ def stateless(
         loss_known=known,
         culprit=culprit,
         half_loss=opt._loss_is_half,
+        bad_loss=jnp.where(window.losses > 1, window.first_bad, 0),
     )
     if not marked:
         return weights, [*done(after), *inner]

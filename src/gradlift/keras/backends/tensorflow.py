@@ -14,6 +14,7 @@ from ...reading import Reading
 from ..step_record import NO_GRADIENTS, RowReading, Values
 from .compiled import finish
 
+_LOSSES = 4  # numbers about losses in a window
 _TINY = 1e-20  # a sum of squares below it may have lost digits to float32's underflow
 
 
@@ -23,13 +24,14 @@ class TensorFlowWindow:
     A variable, since loss and step may be traced in different functions. Each replica has its own;
     read outside of them it is their sum.
 
-        0 losses, 1 losses not finite, 2 their total, 3 unscaled by hand?, then an RowReading
+        0 losses, 1 losses not finite, 2 their total, 3 the first that was not finite (its index
+        plus one, 0: none), 4 unscaled by hand?, then a RowReading
     """
 
     def __init__(self) -> None:
         with tf.init_scope():
             self.held = tf.Variable(
-                tf.zeros(3 + 1 + len(RowReading._fields)),
+                tf.zeros(_LOSSES + 1 + len(RowReading._fields)),
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
@@ -40,15 +42,17 @@ class TensorFlowWindow:
         """What was unscaled before this loss is not of this step."""
         _check_place()
         total = tf.cast(tf.reduce_sum(loss), tf.float32)
-        bad = tf.reduce_any(~tf.math.is_finite(loss))
-        losses = self.held.read_value()[:3] + tf.stack([1.0, tf.cast(bad, tf.float32), total])
+        bad = tf.cast(tf.reduce_any(~tf.math.is_finite(loss)), tf.float32)
+        before = self.held.read_value()[:_LOSSES]
+        first = tf.where(before[3] > 0, 0.0, bad * (before[0] + 1))
+        losses = before + tf.stack([1.0, bad, total, first])
         self.held.assign(tf.concat([losses, tf.zeros(1 + len(RowReading._fields))], 0))
 
     def unscaled(self, inspection: RowReading) -> None:
         """Gradients were unscaled by hand, and this is what they showed before."""
         _check_place()
         numbers = tf.stack([1.0, *(tf.cast(x, tf.float32) for x in inspection)])
-        self.held.assign(tf.concat([self.held.read_value()[:3], numbers], 0))
+        self.held.assign(tf.concat([self.held.read_value()[:_LOSSES], numbers], 0))
 
     def clear(self) -> None:
         self.held.assign(tf.zeros_like(self.held))
@@ -168,7 +172,7 @@ def inspect(grads: list[tuple[int, Any]], used: Any, factor: Any, amax: bool) ->
 def _factors(opt: Any) -> tuple[Any, Any]:
     """The scale that the loss carried, and what is left of it in the gradients."""
     used = opt._carried(tf.convert_to_tensor(opt.dynamic_scale.value))
-    return used, tf.where(opt._window.held.read_value()[3] > 0, 1.0, used)
+    return used, tf.where(opt._window.held.read_value()[_LOSSES] > 0, 1.0, used)
 
 
 def _together(found: Any) -> RowReading:
@@ -187,8 +191,9 @@ def _move(opt: Any, grads: list[Any], variables: list[Any]) -> None:
 
 def _finish(opt: Any, seen: RowReading | None, move: Callable[[], Any]) -> None:
     values = Values(*(tf.convert_to_tensor(v.value) for v in opt._kept))
-    losses, bad, total = tf.unstack(opt._window.held.read_value()[:3])
+    losses, bad, total, first = tf.unstack(opt._window.held.read_value()[:_LOSSES])
     known = losses > 0
+    alone = tf.distribute.get_strategy().num_replicas_in_sync == 1  # else it is a sum of indices
     reading, culprit = NO_GRADIENTS, 0
     if seen is not None:
         level = tf.cast(bad > 0, tf.int32) + tf.cast(known & (bad >= losses), tf.int32)
@@ -204,6 +209,7 @@ def _finish(opt: Any, seen: RowReading | None, move: Callable[[], Any]) -> None:
         loss_known=known,
         culprit=culprit,
         half_loss=opt._loss_is_half,
+        bad_loss=tf.where(losses > 1, first, 0.0) if alone else 0,
     )
 
     def stay() -> None:

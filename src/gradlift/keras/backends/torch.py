@@ -106,6 +106,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     used = opt._carried(state.scale)
     state = state._replace(scale=used)
     losses = [float(loss) for loss in window.losses]
+    bad = [not math.isfinite(loss) for loss in losses]
     marked = opt._indexed(grads, variables)
     factor = used if window.inspection is None else 1.0
     reading, culprit = NO_GRADIENTS, 0
@@ -113,8 +114,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
         seen = inspect(marked, used, factor, opt._wants_amax)
         if window.inspection is not None:
             seen = window.inspection.after_clipping(seen, lambda c, a, b: a if c else b)
-        level = loss_level([not math.isfinite(loss) for loss in losses])
-        blamed = loss_blamed(level, seen.nonfinite)
+        blamed = loss_blamed(loss_level(bad), seen.nonfinite)
         reading, culprit = Reading(seen.nonfinite, seen.amax, blamed, norm=seen.norm), seen.culprit
     cause = Cause(cause_of(reading, state, rule, loss_known=bool(losses)))
     if cause is Cause.NONE:
@@ -136,6 +136,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
         culprit,
         state.skips,
         opt._loss_is_half,
+        bad.index(True) + 1 if len(bad) > 1 and any(bad) else 0,
     )
     counts = counts_of(known.history)
     ring = held.ring.clone()
