@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,13 @@ Parameters = tuple[tuple[str, int], ...]
 _CAUTIOUS = PRESETS["auto:cautious"][1]
 
 
+class StepCounts(NamedTuple):
+    """Steps so far, and how many of them were skipped."""
+
+    steps: Any
+    skipped: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaler:
@@ -51,10 +58,7 @@ class Scaler:
 
     rule: Rule = dataclasses.field(default="dynamic", metadata={"static": True})  # type: ignore[assignment]
     state: ScaleState = None  # type: ignore[assignment]
-    steps: Any = 0
-    """Steps so far, applied or not."""
-    skipped_steps: Any = 0
-    """Steps that had something to apply and were not applied."""
+    counts: StepCounts = None  # type: ignore[assignment]
     retries: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, retries: bool) -> None:
@@ -62,9 +66,18 @@ class Scaler:
             object.__setattr__(self, "rule", resolve(self.rule, retries=retries))
         if self.state is None:
             object.__setattr__(self, "state", arrays(self.rule.init()))
-        for name in ("steps", "skipped_steps"):
-            if isinstance(getattr(self, name), int):
-                object.__setattr__(self, name, jnp.asarray(getattr(self, name), jnp.int32))
+        if self.counts is None:
+            object.__setattr__(self, "counts", StepCounts(jnp.int32(0), jnp.int32(0)))
+
+    @property
+    def steps(self) -> Any:
+        """Steps so far, applied or not."""
+        return self.counts.steps
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps that had something to apply and were not applied."""
+        return self.counts.skipped
 
     def get_scale(self) -> float:
         """The scale of the next loss as a number. Reads the device.
@@ -106,7 +119,7 @@ class Scaler:
         8.0
         """
         sharp = any(getattr(self.rule, name, None) != value for name, value in _CAUTIOUS.items())
-        state, steps, skipped = jax.device_get((self.state, self.steps, self.skipped_steps))
+        state, (steps, skipped) = jax.device_get((self.state, self.counts))
         return saved_state.save(
             self.rule, state, steps=int(steps), skipped=int(skipped), sharp=sharp
         )
@@ -121,9 +134,8 @@ class Scaler:
         8.0
         """
         loaded = saved_state.load(self.rule, data)
-        return dataclasses.replace(
-            self, state=arrays(loaded.state), steps=loaded.steps, skipped_steps=loaded.skipped
-        )
+        counts = StepCounts(jnp.int32(loaded.steps), jnp.int32(loaded.skipped))
+        return dataclasses.replace(self, state=arrays(loaded.state), counts=counts)
 
 
 def checked_loss(loss: Any) -> Any:
@@ -329,7 +341,7 @@ def finish(
         known = loss is not None
         cause = cause_of(reading, scaler.state, scaler.rule, loss_known=known, xp=jnp)
         skipped = skipped + ((cause != Cause.NONE) & (cause != Cause.NO_GRADIENTS))
-    after = dataclasses.replace(after, steps=scaler.steps + 1, skipped_steps=skipped)
+    after = dataclasses.replace(after, counts=StepCounts(scaler.steps + 1, skipped))
     result = Result(
         cause=jnp.asarray(cause, jnp.int32),
         scale=scaler.state.scale,
