@@ -1,32 +1,19 @@
-"""Model libraries, checkpoints, and the other adapter's scaler."""
-
-import json
-import os
-import pickle
-import subprocess
-import sys
+"""Model libraries: plain dicts, equinox, flax."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-import pytest
 from flax import nnx
+from helpers.jax import ADAMW, bits
 
 import gradlift.jax as gl
-import gradlift.numpy
-from gradlift import Cause, rules
+from gradlift import Cause
 
-OPT = optax.adamw(1e-2)
-X = jax.random.normal(jax.random.key(0), (32, 4))
-Y = X[:, :1] * 2 - X[:, 1:2]
+INPUTS = jax.random.normal(jax.random.key(0), (32, 4))
+
+Y = INPUTS[:, :1] * 2 - INPUTS[:, 1:2]
+
 DEAD, HUGE = jnp.nan, 1e30
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def train(step, carry):
@@ -64,11 +51,11 @@ def test_plain_dicts():
     @jax.jit
     def step(params, state, scaler, times):
         run = gl.value_and_grad(loss_fn, retries=3)
-        loss, grads, scaler, result = run(scaler, params, X, times)
-        params, state = gl.apply(OPT, grads, state, params, result, max_norm=1.0)
+        loss, grads, scaler, result = run(scaler, params, INPUTS, times)
+        params, state = gl.apply(ADAMW, grads, state, params, result, max_norm=1.0)
         return params, state, scaler, loss, result
 
-    train(step, (params, OPT.init(params), gl.Scaler("auto", retries=True)))
+    train(step, (params, ADAMW.init(params), gl.Scaler("auto", retries=True)))
 
 
 def test_equinox():
@@ -84,25 +71,25 @@ def test_equinox():
     @jax.jit
     def step(params, state, scaler, times):
         loss, grads, scaler, result = gl.value_and_grad(loss_fn, retries=3)(
-            scaler, params, X, times
+            scaler, params, INPUTS, times
         )
-        params, state = gl.apply(OPT, grads, state, params, result)
+        params, state = gl.apply(ADAMW, grads, state, params, result)
         return params, state, scaler, loss, result
 
-    train(step, (params, OPT.init(params), gl.Scaler("auto", retries=True)))
-    _, grads, _, _ = gl.value_and_grad(loss_fn)(gl.Scaler("static:8"), params, X, DEAD)
+    train(step, (params, ADAMW.init(params), gl.Scaler("auto", retries=True)))
+    _, grads, _, _ = gl.value_and_grad(loss_fn)(gl.Scaler("static:8"), params, INPUTS, DEAD)
     assert all(name.startswith("layers.") for name in gl.culprits(grads))
     assert len(gl.culprits(grads)) == 4
 
 
 def test_equinox_modules_with_filtered_jit():
     model = eqx.nn.Linear(4, 1, key=jax.random.key(2))
-    tx = gl.wrap(OPT, "dynamic:init_scale=16")
+    tx = gl.wrap(ADAMW, "dynamic:init_scale=16")
 
     @eqx.filter_jit
     def step(model, state, times):
         def scaled(model):
-            loss = squared(jax.vmap(model)(X).astype(jnp.float16), times)
+            loss = squared(jax.vmap(model)(INPUTS).astype(jnp.float16), times)
             return gl.scale_loss(loss, state), loss
 
         (_, loss), grads = eqx.filter_value_and_grad(scaled, has_aux=True)(model)
@@ -139,22 +126,22 @@ def test_flax_nnx():
     @jax.jit
     def step(params, state, scaler, times):
         loss, grads, scaler, result = gl.value_and_grad(loss_fn, retries=3)(
-            scaler, params, X, times
+            scaler, params, INPUTS, times
         )
-        params, state = gl.apply(OPT, grads, state, params, result)
+        params, state = gl.apply(ADAMW, grads, state, params, result)
         return params, state, scaler, loss, result
 
-    train(step, (params, OPT.init(params), gl.Scaler("auto", retries=True)))
+    train(step, (params, ADAMW.init(params), gl.Scaler("auto", retries=True)))
 
 
 def test_flax_nnx_optimizer_carries_the_scaler():
     model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, gl.wrap(OPT, "auto", max_norm=1.0), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, gl.wrap(ADAMW, "auto", max_norm=1.0), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer):
         def scaled(model):
-            loss = squared(model(X), 1.0)
+            loss = squared(model(INPUTS), 1.0)
             return gl.scale_loss(loss, optimizer.opt_state), loss
 
         (_, loss), grads = nnx.value_and_grad(scaled, has_aux=True)(model)
@@ -163,137 +150,3 @@ def test_flax_nnx_optimizer_carries_the_scaler():
 
     losses = [float(step(model, optimizer)) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
-
-
-# Checkpoints
-
-
-def used(rule="auto"):
-    scaler = gl.Scaler(rule)
-    run = jax.jit(
-        gl.value_and_grad(lambda w, x: (w.astype(jnp.float16) * x).astype(jnp.float32).sum())
-    )
-    for x in (1.0, 1e-3, 6e4, 0.1, 1e-2):
-        _, _, scaler, _ = run(scaler, jnp.ones(3), jnp.float16(x))
-    return scaler
-
-
-RULES = [
-    "auto",
-    "auto:cautious",
-    "dynamic:growth_interval=2",
-    "megatron",
-    "static:8",
-    "off",
-]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_pickle_json_and_copies_keep_every_field(rule):
-    scaler = used(rule)
-    for again in (
-        pickle.loads(pickle.dumps(scaler)),
-        gl.Scaler(rule).load_state_dict(json.loads(json.dumps(scaler.state_dict()))),
-        jax.jit(lambda s: s)(scaler),
-        jax.tree.map(lambda x: x, scaler),
-    ):
-        assert again.rule == scaler.rule
-        assert bits(again) == bits(scaler)
-        assert [x.dtype for x in again.state] == [x.dtype for x in scaler.state]
-        assert not any(x.weak_type for x in again.state)
-    if rule not in ("static:8", "off"):
-        assert bits(scaler) != bits(gl.Scaler(rule))
-
-
-def test_orbax(tmp_path):
-    params = {"w": jnp.ones(3)}
-    tx = gl.wrap(OPT, "auto")
-    _, state = tx.update({"w": jnp.full(3, 8.0)}, tx.init(params), params, value=1.0)
-    tree = {"scaler": used(), "wrapped": state, "params": params}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", tree)
-        checkpointer.wait_until_finished()
-        fresh = {"scaler": gl.Scaler("auto"), "wrapped": tx.init(params), "params": params}
-        again = checkpointer.restore(tmp_path / "run", fresh)
-    assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert isinstance(again["scaler"], gl.Scaler)
-    assert bits(again) == bits(tree)
-    tx.update({"w": jnp.ones(3)}, again["wrapped"], params)
-
-
-@pytest.mark.parametrize("rule", [*RULES, "auto:sharp"])
-def test_the_numpy_adapter_goes_on_where_this_one_stopped_and_back(rule):
-    scaler = used(rule)
-    there = gradlift.numpy.Scaler(rule)
-    there.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
-    assert there.rule == scaler.rule  # "auto" has not become sharp on the way
-    assert there.rule.dump(there.state) == scaler.rule.dump(jax.device_get(scaler.state))
-    back = gl.Scaler(rule).load_state_dict(there.state_dict())
-    assert bits(back) == bits(scaler)
-
-
-def test_a_sharp_state_stays_sharp_elsewhere():
-    sharp = gl.Scaler("auto", retries=True)
-    assert sharp.rule == rules.parse("auto:sharp")
-    there = gradlift.numpy.Scaler("auto")
-    assert there.rule == gl.Scaler("auto").rule == rules.parse("auto:cautious")
-    there.load_state_dict(sharp.state_dict())
-    assert there.rule == sharp.rule
-
-
-TORCH = """
-import json, sys
-import torch
-from gradlift.torch import GradScaler
-
-told = []
-for rule, state in json.load(sys.stdin):
-    scaler = GradScaler("cpu", rule=rule)
-    scaler.load_state_dict(state)
-    w = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([w], lr=0.1)
-    seen = scaler.get_scale()
-    for times in (1.0, 1e30, 1.0):
-        optimizer.zero_grad()
-        scaler.scale((w.half() * 2.0**-3).float().sum() * times).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    told.append([seen, scaler.state_dict()])
-own = torch.amp.GradScaler("cpu", init_scale=512.0)
-json.dump([told, own.state_dict()], sys.stdout)
-assert "jax" not in sys.modules
-"""
-
-
-def test_the_torch_adapter_goes_on_where_this_one_stopped_and_back():
-    """In a process of its own: two frameworks must not meet in one."""
-    scalers = [used(rule) for rule in RULES[:6]]
-    sent = json.dumps([[str(s.rule), s.state_dict()] for s in scalers])
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH],
-        input=sent,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    told, plain = json.loads(done.stdout)
-    for scaler, (seen, state) in zip(scalers, told, strict=True):
-        assert seen == float(scaler.state.scale)
-        back = scaler.load_state_dict(state)
-        assert float(back.state.scale) == state["scale"]
-        assert back.state_dict()["gradlift"]["level"] == state["gradlift"]["level"]
-        # and this adapter, on the same three steps, comes to the same state
-        here = scaler
-        run = jax.jit(
-            gl.value_and_grad(
-                lambda w, t: (w.astype(jnp.float16) * 2.0**-3).astype(jnp.float32).sum() * t
-            )
-        )
-        for times in (1.0, 1e30, 1.0):
-            _, _, here, _ = run(here, jnp.ones(3), jnp.float32(times))
-        assert bits(here.state) == bits(back.state), str(scaler.rule)
-    own = gl.Scaler("dynamic").load_state_dict(plain)  # torch's own scaler
-    assert float(own.state.scale) == 512.0
-    assert "torch" not in sys.modules

@@ -8,7 +8,7 @@ import json
 import jax
 import keras
 import numpy as np
-from line import HUGE, NAN, bits, lifted, line, weights
+from helpers.keras import HUGE, NAN, bits, lifted, line, weights
 
 from gradlift import Cause, read_journal
 from gradlift.keras import ScaleLogger

@@ -15,7 +15,7 @@ tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfigur
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
-from line import HUGE, bits, lifted, line, weights  # noqa: E402
+from helpers.keras import HUGE, bits, lifted, line, weights  # noqa: E402
 
 from gradlift import Cause, read_journal  # noqa: E402
 from gradlift.keras import LossScaleOptimizer, ScaleLogger  # noqa: E402

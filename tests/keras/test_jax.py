@@ -15,7 +15,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
-from line import bits, lifted, line
+from helpers import PYTHONPATH
+from helpers.keras import bits, lifted, line
 
 from gradlift import Cause
 from gradlift.errors import MisuseError
@@ -141,7 +142,7 @@ def test_two_devices_decide_alike(tmp_path):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, str(FOLDER / "data_parallel_job.py")],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": PYTHONPATH},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
+from helpers.keras import BACKEND, fit, lifted, line, weights
 from keras import ops
-from line import BACKEND, fit, lifted, line, weights
 
 from gradlift.errors import MisuseError, SettingsError
 from gradlift.keras import LossScaleOptimizer, ScaleLogger

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 from conformance import exact
+from helpers.keras import BACKEND, HUGE, LOSS_SEEN, NAN, bits, fit, line, weights
 from keras import ops
-from line import BACKEND, HUGE, LOSS_SEEN, NAN, bits, fit, line, weights
 
 from gradlift import Reading
 from gradlift.keras import LossScaleOptimizer

@@ -14,7 +14,8 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("these are TensorFlow's", allow_module_level=True)
 
 import tensorflow as tf
-from line import bits
+from helpers import PYTHONPATH
+from helpers.keras import bits
 
 from gradlift import Cause
 from gradlift.errors import MisuseError
@@ -248,7 +249,7 @@ def test_apply_outside_of_the_replicas_is_told():
 def test_two_replicas_decide_alike():
     done = subprocess.run(
         [sys.executable, str(FOLDER / "mirrored_job.py")],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
         timeout=600,

@@ -8,7 +8,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("these are PyTorch's", allow_module_level=True)
 
 import torch
-from line import line
+from helpers.keras import line
 
 from gradlift import Cause
 from gradlift.keras import LossScaleOptimizer

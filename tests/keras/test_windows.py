@@ -1,33 +1,58 @@
-"""What belongs to which step: losses and gradients that never meet one, and clips of one's own."""
-
-import warnings
+"""What belongs to one step: micro-batches, several losses, several optimizers."""
 
 import keras
 import numpy as np
 import pytest
-from keras import ops
+from helpers.keras import (
+    HUGE,
+    NAN,
+    SGD,
+    WAYS,
+    fit,
+    lifted,
+    line,
+    named,
+    scaled,
+    started,
+    step,
+    tensor,
+    weights,
+)
 
-from gradlift import Cause, read_journal
-from gradlift.errors import MisuseError
-from gradlift.keras import LossScaleOptimizer, ScaleLogger
-
-SGD = keras.optimizers.SGD
+from gradlift.keras import LossScaleOptimizer
 
 
-def tensor(*values, dtype=np.float32):
-    return ops.convert_to_tensor(np.array(values, dtype))
+@pytest.mark.parametrize(
+    ("drop", "moved"),
+    [
+        ("micro-batch", -(1 + 3) / 2 - (5 + 7) / 2),  # the window waits for one more
+        ("window", -(3 + 5) / 2),  # what it had summed up goes as well
+    ],
+)
+@pytest.mark.parametrize("how", WAYS[:2], ids=str)
+def test_a_bad_micro_batch(drop, moved, how):
+    optimizer = lifted(SGD(1.0, gradient_accumulation_steps=2), drop=drop)
+    model = line(optimizer, **how)
+    fit(model, 1, HUGE, 3, 5, 7)
+    assert weights(model) == [moved]
+    assert int(optimizer.iterations) == (2 if drop == "micro-batch" else 1)
+    assert optimizer.skipped_steps == 1
 
 
-def started(size=1, **settings):
-    held = [keras.Variable(np.zeros(1, np.float32), name=f"v{i}") for i in range(size)]
-    optimizer = LossScaleOptimizer(SGD(1.0), **(settings or {"initial_scale": 1024}))
-    optimizer.build(held)
-    return optimizer, held
-
-
-def scaled(optimizer, *true):
-    scale = optimizer.scale_loss(tensor(1.0)[0])
-    return [tensor(g) * scale for g in true]
+def test_a_window_of_several_optimizers():
+    a, b = named("a"), named("b")
+    inner = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            SGD(1.0, gradient_accumulation_steps=2),
+            {"b": SGD(1.0, gradient_accumulation_steps=4)},
+        )
+    )
+    optimizer = LossScaleOptimizer(inner, rule="static:8", drop="window")
+    optimizer.build([a, b])
+    for g in (1, NAN, 3, 5, 7, 9):
+        step(optimizer, [a, b], [g], [g])
+    assert a.numpy().tolist() == [-(3 + 5) / 2 - (7 + 9) / 2]
+    assert b.numpy().tolist() == [-(3 + 5 + 7 + 9) / 4]
 
 
 def test_gradients_unscaled_only_to_be_looked_at():
@@ -48,82 +73,3 @@ def test_a_dead_loss_that_was_left_out_spoils_no_later_step():
     optimizer.apply(scaled(optimizer, 1.0), [w])
     assert optimizer.result.stepped
     assert w.numpy().tolist() == [-2]
-
-
-def test_a_dead_loss_among_others_is_blamed_where_gradients_show_it():
-    optimizer, (w,) = started()
-    optimizer.scale_loss(tensor(np.nan)[0])
-    optimizer.apply(scaled(optimizer, np.nan), [w])
-    assert optimizer.result.cause is Cause.LOSS_NONFINITE
-    assert w.numpy().tolist() == [0]
-
-
-def test_a_clip_of_ones_own_hides_nothing():
-    """Scale, norm and culprit are of what came out of backward."""
-    optimizer, held = started(3, rule="auto:init_scale=2^8")
-    true = optimizer.get_unscaled_gradients(scaled(optimizer, 3.0, 4.0, 0.0))
-    optimizer.apply([ops.clip(g, -0.5, 0.5) for g in true], held)
-    assert optimizer.result.grad_norm == 5
-    assert [v.numpy().tolist() for v in held] == [[-0.5], [-0.5], [0]]
-    plain, others = started(3, rule="auto:init_scale=2^8")
-    plain.apply(scaled(plain, 3.0, 4.0, 0.0), others)
-    assert float(optimizer.loss_scale) == float(plain.loss_scale)
-    true = optimizer.get_unscaled_gradients(scaled(optimizer, np.inf, 1.0, 1.0))
-    norm = ops.sqrt(sum(ops.sum(g * g) for g in true))
-    optimizer.apply([g / norm for g in true], held)  # now each is NaN, or zero
-    assert optimizer.result.cause is Cause.OVERFLOW
-    assert [c.described for c in optimizer.result.culprits] == ["v0 (inf)"]
-
-
-def test_a_half_loss_and_a_full_one_carry_different_scales():
-    optimizer, _ = started(initial_scale=2**17)
-    optimizer.scale_loss(tensor(1.0, dtype=np.float16)[0])
-    with pytest.raises(MisuseError, match="a float16 loss and a float32 one"):
-        optimizer.scale_loss(tensor(1.0)[0])
-
-
-def test_limits_are_enforced_once():
-    """By the step itself where it runs in Python; then `ScaleLogger` has nothing to add."""
-    optimizer, (w,) = started(rule="backoff:init_scale=8,min_scale=8", on_floor="warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        optimizer.apply(scaled(optimizer, np.inf), [w])
-        optimizer.enforce(optimizer.record)
-    said = [str(w.message) for w in caught if w.category is UserWarning]
-    assert len(said) == 1
-    assert "non-finite gradients at the smallest scale, 2^3" in said[0]
-
-
-def test_a_checkpoint_of_keras_into_a_rule_with_another_memory(tmp_path):
-    def model(optimizer):
-        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        made.compile(optimizer, "mse")
-        return made
-
-    x, y = np.ones((24, 2), np.float32), np.ones((24, 1), np.float32)
-    peer = model(keras.optimizers.LossScaleOptimizer(SGD(0.01)))
-    peer.fit(x, y, batch_size=1, verbose=0)
-    peer.save_weights(tmp_path / "own.weights.h5")
-    ours = model(LossScaleOptimizer(SGD(0.01), rule="auto"))
-    ours.optimizer.build(ours.trainable_variables)
-    ours.load_weights(tmp_path / "own.weights.h5")
-    state = ours.optimizer.record.state
-    assert (state.scale, state.clean, state.seen) == (2.0**15, 0, 0)
-
-
-def test_a_journal_shows_the_headroom_whatever_the_rule(tmp_path):
-    """And records nothing else: weights are the same bits without it."""
-
-    def trained(**logger):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(LossScaleOptimizer(SGD(0.01), rule="static:8"), "mse")
-        x, y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
-        model.fit(x, y, batch_size=1, verbose=0, callbacks=[ScaleLogger(**logger)])
-        return [w.tobytes() for w in model.get_weights()]
-
-    path = tmp_path / "run.jsonl"
-    assert trained(journal=path) == trained()
-    steps = read_journal(path).steps
-    assert len(steps) == 4
-    assert all(0 < s.amax < np.inf for s in steps)

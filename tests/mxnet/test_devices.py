@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gluon_nets import (
+from helpers import PYTHONPATH
+from helpers.mxnet import (
     TWO,
     backward,
     losses,
@@ -142,6 +143,7 @@ def test_with_other_processes_a_dead_loss_is_one_of_many():
 def start(role, port, *arguments):
     env = {
         **os.environ,
+        "PYTHONPATH": PYTHONPATH,
         "DMLC_ROLE": role,
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": str(port),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conformance import documents
-from gluon_nets import run
+from helpers.mxnet import run
 
 import gradlift.mxnet as gl
 

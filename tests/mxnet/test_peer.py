@@ -6,7 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from conformance.exact import overflows
-from gluon_nets import HALF, TWO, Spoil, finite, losses, parameters, same, sgd, step, weights
+from helpers.mxnet import HALF, TWO, Spoil, finite, losses, parameters, same, sgd, step, weights
 from mxnet import autograd, gluon, nd
 from mxnet.contrib.amp import amp
 from mxnet.contrib.amp.loss_scaler import LossScaler

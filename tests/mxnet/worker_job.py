@@ -7,7 +7,7 @@ value hides.
 import json
 import sys
 
-from gluon_nets import backward, finite, parameters, sgd, weights
+from helpers.mxnet import backward, finite, parameters, sgd, weights
 from mxnet import nd
 
 import gradlift.mxnet as gl

@@ -6,6 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from helpers.torch import bits
 from layerwise_nets import Residual, Tied
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,10 +17,6 @@ from gradlift.torch.lifting.lifting import layerwise
 rank, world, init = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{init}", rank=rank, world_size=world)
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(torch.int32).flatten().tolist()
 
 
 def float32(net, lifts=None, check=True):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from helpers.torch import bits
 from torch import nn
 
 from gradlift import Cause, Verdict
@@ -170,14 +171,6 @@ def everything(model):
     return weights, grads, buffers, torch.get_rng_state(), random.getstate()
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 @pytest.mark.parametrize("device_path", [False, True])
 @pytest.mark.parametrize("start", ["2^32", "2^0"])
 def test_calibrate_finds_the_scale_and_leaves_everything_as_it_was(start, device_path):
@@ -194,9 +187,9 @@ def test_calibrate_finds_the_scale_and_leaves_everything_as_it_was(start, device
         calls.append(1)
         return closure_for(model, 0)(), random.random() * 0 + model[0].weight.sum() * 0
 
-    before = everything(model)
+    before = bits(everything(model))
     scale = scaler.calibrate(closure, model=model)
-    assert same(everything(model), before)
+    assert bits(everything(model)) == before
     assert scale == scaler.get_scale()
     assert limit / 2**8 <= scale <= limit * 2
     assert len(calls) <= 6
@@ -241,7 +234,7 @@ def test_calibrate_works_on_float16_weights():
 
 def test_calibrate_tells_what_no_scale_can_cure():
     model = make()
-    before = everything(model)
+    before = bits(everything(model))
     scaler = GradScaler("cpu", rule="auto")
     with pytest.raises(MisuseError, match="whose loss is nan"):
         scaler.calibrate(closure_for(model, 0, math.nan), model=model)
@@ -255,7 +248,7 @@ def test_calibrate_tells_what_no_scale_can_cure():
 
     with pytest.raises(MisuseError, match="not finite even at scale"):
         scaler.calibrate(bad, model=model)
-    assert same(everything(model), before)
+    assert bits(everything(model)) == before
     assert not scaler._scales[None].windows
 
 

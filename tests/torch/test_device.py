@@ -7,12 +7,15 @@ optimizers. Fake CUDA tensors will not do: in a build without CUDA, autograd and
 
 import functools
 import math
+import os
 import random
 import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import PYTHONPATH
+from helpers.torch import bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,10 +50,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.above(torch.tanh(self.below(x))).square().mean() + self.empty.sum()
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(torch.int32).flatten().tolist()
 
 
 def plan(seed, steps, micro_batches):
@@ -635,7 +634,11 @@ def test_nothing_is_read_with_torchs_backward_and_fused_optimizers(pytestconfig)
     """On a pretended device, which has autograd; registering one cannot be undone, so elsewhere."""
     here = str(pytestconfig.rootpath / "tests" / "torch")
     done = subprocess.run(
-        [sys.executable, "-c", REAL_BACKWARD, here], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", REAL_BACKWARD, here],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.strip() == "no transfer", done.stderr[-3000:]
 

@@ -7,7 +7,7 @@ import math
 import subprocess
 
 import pytest
-from many_ranks import finish, run, start
+from helpers.ranks import finish, run, start
 
 from gradlift.errors import SettingsError
 from gradlift.torch import GradScaler

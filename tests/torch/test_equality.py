@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.torch import bits
 
 from gradlift.errors import StateError
 from gradlift.torch import GradScaler
@@ -37,14 +38,6 @@ def theirs(**settings):
 
 def ours(**settings):
     return GradScaler("cpu", **{"growth_interval": 3, **settings})
-
-
-def bits(tensor):
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    wide = {torch.float64: torch.int64, torch.bfloat16: torch.int16}
-    return tensor.contiguous().view(wide.get(tensor.dtype, torch.int32)).flatten().tolist()
 
 
 def every_bit(model, optimizers):

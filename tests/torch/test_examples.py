@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.torch import bits
 
 from gradlift import Cause, read_journal
 
@@ -31,17 +32,6 @@ def run(script, folder, *options):
     return done.stdout
 
 
-def same(one, other):
-    """Are two checkpoints equal, tensors to the bit?"""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 def test_plain_training_learns_and_resumes_to_the_bit(tmp_path):
     plan = ("--planned", 8)
     said = run(PLAIN, tmp_path, "--steps", 8, *plan, "--checkpoint", "whole.pt")
@@ -53,10 +43,10 @@ def test_plain_training_learns_and_resumes_to_the_bit(tmp_path):
     run(PLAIN, tmp_path, "--steps", 8, *plan, "--checkpoint", "parts.pt")
     whole, parts = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt")
     assert half_way["step"] == 4
-    assert not same(half_way["model"], whole["model"])
+    assert bits(half_way["model"]) != bits(whole["model"])
     assert whole.keys() == {"model", "optimizer", "scheduler", "scaler", "rng", "step"}
     for part in whole:
-        assert same(whole[part], parts[part]), part
+        assert bits(whole[part]) == bits(parts[part]), part
 
 
 def test_plain_training_in_float32(tmp_path):

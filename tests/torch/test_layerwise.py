@@ -5,13 +5,12 @@ import dataclasses
 import json
 import math
 import pickle
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.ranks import run
+from helpers.torch import bits
 from layerwise_nets import SOUND, WIDTH, WRONG, Chain, Residual, linear
 from torch import nn
 
@@ -42,10 +41,6 @@ def set_lifts(lifted, lifts):
     for entry, lift in zip(state["blocks"].values(), lifts):
         entry["lift"] = lift
     lifted.load_state_dict(state)
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(torch.int32).flatten().tolist()
 
 
 def total(out):
@@ -1006,30 +1001,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind):
 
 # two ranks
 
-JOB = Path(__file__).parent / "layerwise_job.py"
 
-
-def test_two_ranks_of_ddp(tmp_path):
+def test_two_ranks_of_ddp():
     """Each rank has its own lifts; weights stay equal, and equal to those of DDP without lifts."""
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), str(rank), "2", str(tmp_path / "init")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = []
-    try:
-        for job in jobs:
-            out, error = job.communicate(timeout=240)
-            assert job.returncode == 0, error
-            told.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for job in jobs:
-            job.kill()
-    a, b = told
+    a, b = run("layerwise_job.py", 2, timeout=240)
     for case in ("plain", "checked", "lifted", "tied"):
         assert a[case] == b[case], case
     assert a["plain"] == a["checked"] == a["lifted"]

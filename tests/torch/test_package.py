@@ -60,3 +60,14 @@ def test_the_import_is_light():
     code = "import sys, gradlift.torch; print('torch.distributed.tensor' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False"
+
+
+def test_public_names():
+    assert gradlift.torch.__all__ == [
+        "GradScaler",
+        "MasterWeights",
+        "find_scale",
+        "half_model",
+        "layerwise",
+        "probe",
+    ]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.torch import bits
 from torch import nn
 
 from gradlift import Journal, read_journal, replay
@@ -57,10 +58,6 @@ def train(model, scaler, steps, optimizer=None):
 def make(seed=0):
     torch.manual_seed(seed)
     return Net()
-
-
-def bits(model):
-    return [p.detach().numpy().tobytes() for p in model.parameters()]
 
 
 def test_no_bit_of_training_changes():

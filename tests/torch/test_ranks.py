@@ -1,11 +1,11 @@
 """Two real processes over gloo: one rank's trouble must never let the ranks drift apart."""
 
-import many_ranks
 import pytest
+from helpers import ranks
 
 
 def run(case, world=2):
-    return many_ranks.run("rank_job.py", world, case)
+    return ranks.run("rank_job.py", world, case)
 
 
 def causes(told):

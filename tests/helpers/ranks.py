@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-SRC = str(HERE.parents[1] / "src")
+from helpers import PYTHONPATH, TESTS
+
+JOBS = Path(TESTS) / "torch"
 
 
 class Ranks(list):
@@ -22,12 +23,11 @@ def start(job, world, *options):
     """One process a rank: python JOB RANK WORLD INIT_FILE OPTIONS..."""
     jobs = Ranks()
     jobs.folder = tempfile.mkdtemp(prefix="gradlift-ranks-")
-    path = os.pathsep.join(p for p in (SRC, os.environ.get("PYTHONPATH")) if p)
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     for rank in range(world):
         given = [str(rank), str(world), os.path.join(jobs.folder, "init"), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        jobs.append(subprocess.Popen([sys.executable, str(HERE / job), *given], env=env, **pipes))
+        jobs.append(subprocess.Popen([sys.executable, str(JOBS / job), *given], env=env, **pipes))
     return jobs
 
 

@@ -1,16 +1,15 @@
-"""float16 and sparse gradients, and the look at them."""
+"""What is used is what is checked: every element, every format, every layout."""
 
 import math
 
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_nets import (
-    HALF,
+from helpers.mxnet import (
+    INF,
+    NAN,
     TWO,
     Spoil,
-    backward,
-    losses,
     parameters,
     same,
     sgd,
@@ -20,77 +19,19 @@ from gluon_nets import (
 from mxnet import autograd, gluon, nd
 
 import gradlift.mxnet as gl
-from gradlift.errors import MisuseError
+from gradlift import Cause
 from gradlift.mxnet import finite_check
 from gradlift.mxnet.finite_check import Gradient, by_numpy, by_ops, look
 
-INF, NAN = math.inf, math.nan
 
-
-def test_float16_weights_with_masters():
-    """Each update is 2^-18 of a weight, of which float16 has 2^-11 at best."""
-    trainer = sgd(parameters(dtypes=HALF), learning_rate=2.0**-10, multi_precision=True)
-    scaler = gl.init_trainer(trainer, "static:2^8")
-    start = [w.astype(np.float32) for w in weights(trainer)]
-    for _ in range(100):
-        step(gl, trainer, 2.0**-8)
-    assert scaler.skipped_steps == 0
-    masters = [trainer._updaters[0].states[i][1].asnumpy() for i in range(2)]
-    for master, first in zip(masters, start, strict=True):
-        np.testing.assert_allclose(master - first, -first * 100 * 2.0**-18, rtol=0.01)
-    step(gl, trainer, spoil=INF)
-    assert scaler.result.culprits == ("b", "w")
-    assert same([trainer._updaters[0].states[i][1].asnumpy() for i in range(2)], masters)
-
-
-def test_float16_gradients_are_clipped_without_unscaling_them():
-    trainer = sgd(parameters(dtypes=HALF), learning_rate=2.0**20, multi_precision=True)
-    scaler = gl.init_trainer(trainer, "static:2^24", max_norm=2.0**-28)
-    start = np.concatenate([w.ravel().astype(np.float32) for w in weights(trainer)])
-    step(gl, trainer, 2.0**-24)
-    masters = [trainer._updaters[0].states[i][1].asnumpy().ravel() for i in range(2)]
-    assert scaler.result.grad_norm == pytest.approx(np.linalg.norm(start) * 2.0**-24, rel=1e-3)
-    moved = np.linalg.norm(np.concatenate(masters) - start)
-    coefficient = 2.0**-28 / (scaler.result.grad_norm + 1e-6)  # torch's
-    assert moved == pytest.approx(2.0**20 * scaler.result.grad_norm * coefficient, rel=1e-3)
-
-
-def test_float16_weights_without_masters_are_refused():
-    params = parameters(dtypes=("float16", "float32"))
-    with pytest.raises(MisuseError, match=r"w is a float16 parameter: .*'multi_precision': True"):
-        gl.init_trainer(sgd(params))
-    params = parameters(dtypes=HALF)
-    with pytest.raises(MisuseError, match="w and 1 more are float16 parameters"):
-        gl.init_trainer(sgd(params))
-    trainer = sgd(parameters())
-    gl.init_trainer(trainer)
-    for p in trainer._params:
-        p.cast("float16")
-    backward(trainer)
-    with pytest.raises(MisuseError, match="float16 parameters"):
-        trainer.step(1)
-
-
-def test_why_they_are_refused():
-    trainer = sgd(parameters(dtypes=HALF))
+def test_what_is_used_is_checked():
+    """Finite as it stands, infinite when it has been rescaled."""
+    trainer = sgd(parameters(), rescale_grad=2.0**127)
+    scaler = gl.init_trainer(trainer, "static:1")
     before = weights(trainer)
-    trainer._scale = 2.0**-20
-    with autograd.record():
-        found = [each * 2.0**20 for each in losses(trainer._params, 2.0**-8)]
-    autograd.backward(found)
-    trainer.step(64)  # 2^-26 is 0 in float16
+    step(gl, trainer, 4.0)
+    assert scaler.result.cause is Cause.OVERFLOW
     assert same(weights(trainer), before)
-
-
-def test_unscaling_float16_gradients_warns():
-    trainer = sgd(parameters(dtypes=HALF), multi_precision=True)
-    scaler = gl.init_trainer(trainer, "static:2^8")
-    backward(trainer, 2.0**-8)
-    with pytest.warns(UserWarning, match="use init_trainer\\(..., max_norm=...\\)") as told:
-        gl.unscale(trainer)
-    assert told[0].filename == __file__
-    trainer.step(1)
-    assert scaler.result.stepped
 
 
 def test_float16_arithmetic_elementwise():
@@ -140,8 +81,6 @@ def test_sparse_gradients(by_hand):
 
 
 # The look at them
-
-
 def arrays():
     rng = np.random.default_rng(0)
     for dtype in ("float32", "float16", "float64"):

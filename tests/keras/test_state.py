@@ -5,15 +5,14 @@ import json
 import keras
 import numpy as np
 import pytest
+from helpers.keras import HUGE, NAN, SGD, Adam, bits, fit, lifted, line, output, weights
 from keras import ops
-from line import HUGE, NAN, bits, fit, lifted, line, output, weights
 
 import gradlift.numpy
 from gradlift import Cause, rules
 from gradlift.errors import MisuseError, StateError
 from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
-SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 FIRST, THEN = [1, 0.5, HUGE, 2, NAN, 0.25, 1], [0.5, HUGE, HUGE, 1, 2, 3]
 
 keras.saving.register_keras_serializable("line")(output)
@@ -283,3 +282,20 @@ def test_another_models_state_is_left_out():
     unbuilt = LossScaleOptimizer(Adam(0.1))
     with pytest.warns(UserWarning, match="Skipping variable loading"):
         unbuilt.load_own_variables(store)
+
+
+def test_a_checkpoint_of_keras_into_a_rule_with_another_memory(tmp_path):
+    def model(optimizer):
+        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        made.compile(optimizer, "mse")
+        return made
+
+    x, y = np.ones((24, 2), np.float32), np.ones((24, 1), np.float32)
+    peer = model(keras.optimizers.LossScaleOptimizer(SGD(0.01)))
+    peer.fit(x, y, batch_size=1, verbose=0)
+    peer.save_weights(tmp_path / "own.weights.h5")
+    ours = model(LossScaleOptimizer(SGD(0.01), rule="auto"))
+    ours.optimizer.build(ours.trainable_variables)
+    ours.load_weights(tmp_path / "own.weights.h5")
+    state = ours.optimizer.record.state
+    assert (state.scale, state.clean, state.seen) == (2.0**15, 0, 0)

@@ -7,7 +7,7 @@ import pickle
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_nets import (
+from helpers.mxnet import (
     ONE,
     TWO,
     losses,

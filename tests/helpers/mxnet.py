@@ -1,5 +1,6 @@
 """Small Gluon trainers for the tests, and overflow on demand."""
 
+import math
 import subprocess
 import sys
 
@@ -111,3 +112,6 @@ def same(found, expected):
 
 def finite(arrays):
     return all(np.isfinite(a).all() for a in arrays)
+
+
+INF, NAN = math.inf, math.nan

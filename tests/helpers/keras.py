@@ -9,6 +9,7 @@ where float16 says so: 4096 at a scale of 256 does, 0.5 does not.
 
 import keras
 import numpy as np
+from keras import ops
 
 from gradlift import Cause
 from gradlift.keras import LossScaleOptimizer
@@ -64,3 +65,39 @@ def weights(model):
 def bits(variables):
     """Values to the bit, so that -0.0 and NaN count for what they are."""
     return [keras.ops.convert_to_numpy(v.value).tobytes() for v in variables]
+
+
+SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
+
+
+def variable(*values):
+    return keras.Variable(np.array(values, np.float32))
+
+
+def named(name):
+    return keras.Variable(np.zeros(1, np.float32), name=name)
+
+
+def step(optimizer, variables, *true, loss=1.0):
+    """One step by hand: true gradients, each times the scale."""
+    optimizer.scale_loss(np.float32(loss))
+    scale = ops.convert_to_tensor(optimizer.loss_scale)
+    grads = [None if g is None else ops.convert_to_tensor(np.float32(g)) * scale for g in true]
+    optimizer.apply(grads, variables)
+    return optimizer.result
+
+
+def tensor(*values, dtype=np.float32):
+    return ops.convert_to_tensor(np.array(values, dtype))
+
+
+def started(size=1, **settings):
+    held = [keras.Variable(np.zeros(1, np.float32), name=f"v{i}") for i in range(size)]
+    optimizer = LossScaleOptimizer(SGD(1.0), **(settings or {"initial_scale": 1024}))
+    optimizer.build(held)
+    return optimizer, held
+
+
+def scaled(optimizer, *true):
+    scale = optimizer.scale_loss(tensor(1.0)[0])
+    return [tensor(g) * scale for g in true]

@@ -1,0 +1,31 @@
+"""What is used is what is checked: every element, every format, every layout."""
+
+import numpy as np
+from helpers.numpy import sgd
+
+import gradlift.numpy as gl
+
+
+def test_what_is_used_is_checked():
+    """Finite scaled gradients that leave float32 when the scale is taken out are not applied."""
+    scaler = gl.Scaler("static:2^-20")
+    weights = {"w": np.ones(1, np.float32)}
+    result = scaler.step(weights, {"w": np.float32([3e38])}, sgd)
+    assert not result.stepped
+    assert weights["w"] == 1
+
+
+def test_single_arrays_and_missing_gradients():
+    w = np.ones(2, np.float32)
+    scaler = gl.Scaler("static:4")
+    scaler.step(w, np.float16([4, 8]), lambda w, g: np.subtract(w, g, out=w))
+    assert (w == [0, -1]).all()
+    weights = {"w": np.ones(1, np.float32), "frozen": np.ones(1, np.float32)}
+    scaler.step(weights, {"w": np.float16([4]), "frozen": None}, sgd)
+    assert (weights["w"], weights["frozen"]) == (0, 1)
+
+
+def test_a_vector_loss_in_float16_is_judged_by_its_elements():
+    scaler, weights = gl.Scaler("static:1"), {"w": np.zeros(1, np.float32)}
+    scaler.scale(np.full(2000, 100.0, np.float16))
+    assert scaler.step(weights, {"w": np.float32([1.0])}, sgd).stepped

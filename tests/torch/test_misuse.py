@@ -1,0 +1,126 @@
+"""Calls and settings that cannot work are refused with what to do instead."""
+
+import json
+
+import pytest
+import torch
+import torchao
+from helpers.torch import bits, both_paths, good, made, net
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from gradlift import Cause
+from gradlift.errors import GradliftError, MisuseError, SettingsError
+from gradlift.torch import GradScaler
+
+
+def test_complex_gradients_are_refused():
+    w = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    w.grad = torch.ones_like(w)
+    with pytest.raises(MisuseError, match="is complex"):
+        GradScaler("cpu").step(torch.optim.SGD([w], lr=1.0))
+
+
+def test_float16_parameters_are_refused_by_name_with_the_remedy():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(MisuseError, match=r"1\.weight and 1 more are float16.*MasterWeights\(SGD"):
+        GradScaler("cpu").step(optimizer)
+    GradScaler("cpu", allow_fp16_params=True, init_scale=1.0).step(optimizer)
+    assert model[1].bias.dtype is torch.float16
+
+
+# Misuse
+def test_unscale_twice_is_harmless_unless_something_came_between():
+    model = net(8, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    scaler.scale(good(model)).backward()
+    scaler.unscale_(optimizer)
+    once = [p.grad.clone() for p in model.parameters()]
+    scaler.unscale_(optimizer)
+    assert bits(once) == bits([p.grad for p in model.parameters()])
+    scaler.scale(good(model)).backward()
+    with pytest.raises(MisuseError, match="mix scaled and unscaled"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="mix scaled and unscaled"):
+        scaler.step(optimizer)
+
+
+def test_errors_name_the_missing_call():
+    model = net(8, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+    scaler.scale(good(model)).backward()
+    scaler.step(optimizer)
+    for again in (scaler.step, scaler.unscale_):
+        with pytest.raises(MisuseError, match=r"call scaler\.update\(\) first"):
+            again(optimizer)
+    with pytest.raises(GradliftError, match="copied or pickled between update"):
+        scaler.__getstate__()
+    with pytest.raises(MisuseError, match="wants a tensor"):
+        scaler.scale(3.0)
+    with pytest.raises(MisuseError, match="floating-point loss"):
+        scaler.scale(torch.tensor(3))
+    with pytest.raises(MisuseError, match="wants an optimizer"):
+        scaler.step(model)
+    with pytest.raises(SettingsError, match="max_norm is 0"):
+        scaler.clip_grad_norm_(optimizer, 0)
+    with pytest.raises(SettingsError, match="expected 'each' or 'all'"):
+        GradScaler("cpu", skip="some")
+
+
+def test_optimizers_that_step_inside_backward_are_refused_by_name():
+    model = net(8, 1)
+    scaler = GradScaler("cpu")
+    scaler.scale(good(model)).backward()
+    offloading = object.__new__(torchao.optim.CPUOffloadOptimizer)  # to make one takes a GPU
+    with pytest.raises(MisuseError, match="cannot guard a CPUOffloadOptimizer"):
+        scaler.step(offloading)
+    params = list(model.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
+    with pytest.raises(MisuseError, match=r"stepped by an optimizer inside backward\(\)"):
+        scaler.step(torch.optim.SGD(params, lr=0.1))
+
+
+@pytest.mark.parametrize("setting", ["init_scale", "growth_factor", "backoff_factor"])
+def test_a_factor_that_is_no_power_of_two_warns_once(setting):
+    value = {"init_scale": 1000.0, "growth_factor": 1.5, "backoff_factor": 0.7}[setting]
+    with pytest.warns(UserWarning, match=f"{setting}={value}: not a power of two") as caught:
+        GradScaler("cpu", **{setting: value})
+    assert len(caught) == 1
+
+
+@both_paths
+def test_unscale_without_gradients(device_path):
+    _, optimizer, scaler = made(device_path)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.result.cause is Cause.NO_GRADIENTS
+
+
+def test_skip_all_cannot_hold_back_a_closure():
+    w, _, scaler = made(skip="all")
+    with pytest.raises(MisuseError, match="skip='all' cannot hold back a LBFGS"):
+        scaler.step(torch.optim.LBFGS([w]), lambda: None)
+
+
+def test_settings_of_torchs_rule_do_not_go_with_another():
+    with pytest.raises(SettingsError, match="belong into the rule"):
+        GradScaler("cpu", init_scale=8.0, rule="auto")
+    with pytest.raises(SettingsError, match="belong into the rule"):
+        GradScaler("cpu", max_scale=8.0, rule="auto")
+
+
+def test_asking_for_an_unknown_key_makes_none():
+    _, _, scaler = made()
+    assert scaler.get_scale("typo") == 2.0**16
+    assert scaler.state_dict()["gradlift"]["keys"] == "{}"
+
+
+def test_a_refusal_leaves_nothing_behind():
+    w = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    w.grad = torch.ones_like(w)
+    scaler = GradScaler("cpu")
+    with pytest.raises(MisuseError, match="is a float16 parameter"):
+        scaler.step(torch.optim.SGD([w], lr=1.0))
+    json.dumps(scaler.__getstate__()["_saved"])
