@@ -76,21 +76,29 @@ def inspect(grads: Grads, scale: float = 1.0) -> Reading:
         nonfinite = nonfinite or not finite.all()
         size = np.abs(g, where=finite, out=np.zeros(g.shape, np.float64))
         amax = max(amax, float(size.max(initial=0.0)))
-        squares += float((size * size).sum())
+        with np.errstate(over="ignore"):  # of a float64 that is skipped for its size anyway
+            squares += float((size * size).sum())
     nonfinite = nonfinite or max(amax, amax / scale) > FP32.max
     norm = math.nan if nonfinite else math.sqrt(squares) / scale
     return Reading(nonfinite, amax, checked=bool(named), norm=norm)
 
 
-def culprits(grads: Grads) -> tuple[Culprit, ...]:
+def culprits(grads: Grads, scale: float = 1.0) -> tuple[Culprit, ...]:
     """Gradients that are not finite, by name, last layer (the first to be computed) in front.
 
-    >>> culprits({"a": np.array([np.nan]), "b": np.array([1.0]), "c": np.array([np.inf])})
+    As in `inspect`, one that leaves float32 is inf.
+
+    >>> culprits({"a": np.array([np.nan]), "b": np.array([1.0]), "c": np.array([1e40])})
     ('c', 'a')
     """
-    kinds = {n: "nan" if np.isnan(g).any() else "inf" for n, g in _named(grads).items()}
-    bad = [n for n, g in _named(grads).items() if not np.isfinite(g).all()]
-    return tuple(Culprit(n, kinds[n]) for n in reversed(bad))
+    largest = FP32.max * min(1.0, scale)
+    bad = []
+    for name, g in _named(grads).items():
+        if np.isnan(g).any():
+            bad.append(Culprit(name, "nan"))
+        elif (np.abs(g, dtype=np.float64) > largest).any():
+            bad.append(Culprit(name, "inf"))
+    return tuple(reversed(bad))
 
 
 def unscale(grads: Grads, scale: float, *, max_norm: float | None = None, norm: float = 0.0) -> Any:
@@ -192,7 +200,7 @@ class Scaler(LossScaleOwner):
             if decision.verdict is not Verdict.RETRY:
                 break
             self._describe(grads)
-            self._loss_scale.retry(decision, culprits=culprits(grads))
+            self._loss_scale.retry(decision, culprits=culprits(grads, self.get_scale()))
         return self._finish(decision, weights, grads, update, max_norm)
 
     def _note(self, loss: Any) -> None:
@@ -244,7 +252,7 @@ class Scaler(LossScaleOwner):
         return self._loss_scale.finish(
             decision,
             loss=sum(losses) if losses else math.nan,
-            culprits=culprits(grads) if reading.nonfinite else (),
+            culprits=culprits(grads, self.get_scale()) if reading.nonfinite else (),
             micro_batch=bad[0] if blamed else None,
         )
 

@@ -33,12 +33,12 @@ class Findings(list[Finding]):
       It was 1000.
       -> Take 1024.
     >>> Findings()
-    Nothing is wrong with this run, as far as its journal tells.
+    Nothing is wrong with this run, as far as its journal shows.
     """
 
     def __repr__(self) -> str:
         if not self:
-            return "Nothing is wrong with this run, as far as its journal tells."
+            return "Nothing is wrong with this run, as far as its journal shows."
         return "\n".join(
             f"{f.severity}: {f.title}\n  {f.evidence}" + (f"\n  -> {f.advice}" if f.advice else "")
             for f in self
@@ -198,7 +198,7 @@ def record(
     ...     scaler = gl.Scaler("static:8")
     ...     scaler.step({}, {"w": np.float16([2.0])}, lambda weights, grads: None) and None
     >>> session.run.steps[0].amax, session.doctor()
-    (2.0, Nothing is wrong with this run, as far as its journal tells.)
+    (2.0, Nothing is wrong with this run, as far as its journal shows.)
     """
     return Session(Journal(_place(path, sys.argv)), every=every, rule=rule, trace_nan=trace_nan)
 
@@ -236,5 +236,5 @@ _KERAS = (
 
 def _two_lines(framework: str, *lines: str) -> str:
     """A framework that has no hooks: what to add to the script."""
-    told = "\n".join(f"    {line}" for line in lines)
-    return f"{framework} scripts record by themselves, if these two lines are in them:\n{told}"
+    shown = "\n".join(f"    {line}" for line in lines)
+    return f"{framework} scripts record by themselves, if these two lines are in them:\n{shown}"

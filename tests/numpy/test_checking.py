@@ -15,6 +15,15 @@ def test_what_is_used_is_checked():
     assert weights["w"] == 1
 
 
+def test_a_finite_float64_gradient_that_leaves_float32_is_skipped_and_named():
+    scaler, weights = gl.Scaler("static:1"), {"v": np.ones(1), "w": np.ones(1)}
+    for g in (1e40, -1e200, np.finfo(np.float64).max):
+        result = scaler.step(weights, {"v": np.ones(1), "w": np.float64([g])}, sgd)
+        assert not result.stepped
+        assert [(c, c.kind) for c in result.culprits] == [("w", "inf")]
+    assert weights == {"v": 1, "w": 1}
+
+
 def test_single_arrays_and_missing_gradients():
     w = np.ones(2, np.float32)
     scaler = gl.Scaler("static:4")

@@ -424,7 +424,7 @@ def first_difference(old, new, path=""):
 
 def alike(old, new):
     """Equal. Numbers may differ by 1e-5, and bytes of tensors are not compared: processors add up
-    and round in different ways. Bits are compared with torch's own in `test_equality.py`."""
+    and round in different ways. Bits are compared with torch's own in `test_peer.py`."""
     if type(old) is not type(new):
         return False
     if isinstance(old, float):

@@ -36,7 +36,7 @@ def in_autocast(model: nn.Module, outputs: torch.dtype = torch.float32) -> nn.Mo
 def _name_itself(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A replica has the attributes of the model that it was made of, its `forward` among them.
 
-    Nobody else is told: a script may have put a `forward` of its own around this one.
+    Only this call is changed: a script may have put a `forward` of its own around this one.
     """
     held = vars(module).get("forward")
     ours = isinstance(held, functools.partial) and held.func is _forward and held.args

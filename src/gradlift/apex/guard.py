@@ -277,7 +277,7 @@ def take(loss_id: int) -> None:
 
 
 def _tidy() -> None:
-    """Forgets passes that nobody has gradients of, and whether their losses were finite."""
+    """Forgets passes whose gradients were never used, and whether their losses were finite."""
     left = {each.loss_id for each in _passes if each.guards}
     for each in _passes:
         if each.loss_id not in left and AMP.scaler is not None:

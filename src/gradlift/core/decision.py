@@ -50,7 +50,7 @@ class Cause(enum.IntEnum):
     LOSS_NONFINITE = 2
     """The loss was inf or NaN before it was scaled: no scale can cure that."""
     UNKNOWN_NONFINITE = 3
-    """Non-finite gradients, and nobody knows whether the loss was finite."""
+    """Non-finite gradients, and it is not known whether the loss was finite."""
     FLOOR = 4
     """Non-finite gradients at the smallest scale the rule may use."""
     NO_GRADIENTS = 5

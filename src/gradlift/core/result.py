@@ -142,7 +142,7 @@ class Finished(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told of finished steps: `gradlift.journal.Channel` is one."""
+    """Receives finished steps: `gradlift.journal.Channel` is one."""
 
     def step(self, finished: Finished, result: StepResult) -> None: ...
     def retry(self, finished: Finished, result: StepResult) -> None: ...

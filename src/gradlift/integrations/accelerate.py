@@ -73,7 +73,7 @@ def install(
 
 
 class _Scaler(TrainerScaler):
-    """Knows all prepared optimizers, and tells each whether it was skipped."""
+    """Holds all prepared optimizers, and sets for each whether it was skipped."""
 
     def __init__(self, accelerator: Accelerator, rule: Any, settings: dict[str, Any]) -> None:
         super().__init__(accelerator.device.type, rule, **settings)

@@ -40,7 +40,7 @@ class TrainerScaler(GradScaler):
             )
         super().__init__(device, rule=rule, **settings)
         self.parameters: Callable[[], Iterable[torch.Tensor]] | None = None
-        """All that may share a window; None: nobody knows, so that the next loss ends it."""
+        """All that may share a window; None: unknown, so that the next loss ends it."""
         self._done: list[Any] = []
         self._late = False
 

@@ -54,7 +54,7 @@ class ScaleCallback(TrainerCallback):
         install(self._trainer.accelerator, self._rule, **self._settings)
 
     def _log_more(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """In `on_log` it would be too late for those who are told before this callback."""
+        """In `on_log` it would be too late for callbacks that come before this one."""
         if "loss" in logs:
             skipped = self.scaler.skipped_steps
             logs = {**logs, "loss_scale": self.scaler.get_scale(), "skipped_steps": skipped}

@@ -32,7 +32,7 @@ def zeros_like(shape: Any) -> Any:
 
 
 def _tracked(names: tuple[Any, ...]) -> bool:
-    """`shard_map` tells what differs between devices (`check_vma`), `pmap` does not."""
+    """`shard_map` shows what differs between devices (`check_vma`), `pmap` does not."""
     return all(name in varying(lax.axis_index(name)) for name in names)
 
 

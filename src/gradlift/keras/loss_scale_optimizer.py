@@ -402,7 +402,7 @@ the "window" so far |
                 self._conclusions.begin(self.record.steps)
                 return
         names = [name for name in store.keys() if name != "rule"]  # noqa: SIM118  (no mapping)
-        super().load_own_variables({name: store[name] for name in names})  # tells why not
+        super().load_own_variables({name: store[name] for name in names})  # the error says why
 
     def state_dict(self) -> dict[str, Any]:
         """The scale's state, JSON-able, in the layout that all adapters share; the inner

@@ -33,7 +33,7 @@ def init_trainer(
     | `on_floor`, `max_consecutive_skips` | when to stop a run that only skips |
     | `journal` | a `gradlift.Journal`, or its path, to record to |
 
-    The `Scaler` that is returned tells what became of each step. Its state is saved and loaded
+    The `Scaler` that is returned has the result of each step. Its state is saved and loaded
     with the trainer's, by `save_states` and `load_states`.
 
     >>> import mxnet as mx

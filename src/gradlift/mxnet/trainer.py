@@ -40,7 +40,7 @@ def forget(fresh: list[Gradient]) -> None:
 
 
 def is_alone(trainer: Any) -> bool:
-    """Are the gradients of this process all there are? If not, its loss tells only a part."""
+    """Does this process hold all gradients? If not, its loss is only a part of the loss."""
     store, reduce = trainer._kvstore, type(trainer)._allreduce_grads
     return (store is None or store.num_workers == 1) and reduce is Trainer._allreduce_grads
 

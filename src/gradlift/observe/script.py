@@ -93,15 +93,15 @@ class Ending:
         return self.error is None and self.status in (0, None)
 
     def show(self) -> None:
-        """Tells of the script's error, without the frames that are ours, and waits for its threads,
+        """Prints the script's error without gradlift's own frames, and waits for its threads,
         as Python does."""
         error = self.error
         if error is not None and not isinstance(error, _Terminated):
             trace = error.__traceback__
             while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
                 trace = trace.tb_next
-            told = error.with_traceback(trace)
-            sys.excepthook(type(error), told, trace)  # the script may have put its own there
+            shown = error.with_traceback(trace)
+            sys.excepthook(type(error), shown, trace)  # the script may have put its own there
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()

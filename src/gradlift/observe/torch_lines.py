@@ -35,7 +35,7 @@ from ..torch.ranks.agreement import world_size
 from ..torch.scaler.finite_check import Inspection
 
 Number = float | Tensor
-"""A Python number, or a 0-d tensor on a device that nobody has read yet."""
+"""A Python number, or a 0-d tensor on a device that has not been read yet."""
 
 
 class Losses:
@@ -176,7 +176,7 @@ class Line:
 
 
 class Sent:
-    """0-d tensors of a device in one transfer that nobody waits for."""
+    """0-d tensors of a device in one transfer that is not waited for."""
 
     def __init__(self, numbers: list[Number]) -> None:
         self.numbers = numbers

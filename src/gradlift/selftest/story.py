@@ -1,4 +1,4 @@
-"""One short training story, told on a device and on the CPU, for the selftest to compare.
+"""One short training run on a device and on the CPU, for the selftest to compare.
 
 Gradients are powers of two, so a reading is the same number on every device and scales must agree
 to the bit. On the CPU itself the accelerator's path is taken by force and compared with the usual.

@@ -1,4 +1,4 @@
-"""PyTorch: `GradScaler`, a drop-in for `torch.amp.GradScaler` that tells what happened.
+"""PyTorch: `GradScaler`, a drop-in for `torch.amp.GradScaler` that says what happened.
 
 `MasterWeights` steps 16-bit weights in float32; `half_model` makes a model of such weights. `probe`
 looks at the gradients between modules, `layerwise` lifts each block by what it needs, `find_scale`

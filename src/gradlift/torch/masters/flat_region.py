@@ -42,7 +42,7 @@ class Piece:
 class Region:
     """`group` is the number of the optimizer's group. `update` is None for float32 parameters,
     which need no second copy. If not `elementwise`, the optimizer looks at shapes, and every
-    parameter is a piece of its own shape. `places` tells where each parameter begins among all of
+    parameter is a piece of its own shape. `places` is where each parameter begins among all of
     the optimizer's."""
 
     def __init__(

@@ -71,8 +71,8 @@ class RankGroup:
             self.sees_all_losses = world == 1
             if world > 1 and sharded is not False:
                 raise MisuseError(
-                    "sharded= says which parameters only this rank holds, but nobody is asked for "
-                    "the others: pass process_group= as well"
+                    "sharded= says which parameters only this rank holds, but no other rank is "
+                    "asked for the others: pass process_group= as well"
                 )
             return
         self.ranks = tuple(ranks_of(group))
@@ -130,14 +130,14 @@ class RankGroup:
         if not how.ranks <= {*self.ranks}:
             raise MisuseError(
                 f"parameters are cut into parts that lie on ranks {listed(how.ranks)}, but "
-                f"process_group= has ranks {listed(self.ranks)}: their norm could not be told. "
+                f"process_group= has ranks {listed(self.ranks)}: their norm could not be computed. "
                 "Pass a group with all of them, or none: DTensors know their own mesh"
             )
         if said:
             return 1.0 / how.copies
         if how.parts == 1:
             return SAME
-        if how.parts == 0:  # FSDP1, and nobody knows more
+        if how.parts == 0:  # FSDP1: no more is known
             return 1.0
         if self.size % how.parts:
             raise MisuseError(
@@ -226,7 +226,7 @@ def _group_of(where: Any, ranks: frozenset[int]) -> Any:
 def layout(params: list[Tensor]) -> int:
     """A checksum of shapes, dtypes, requires_grad and order, from 1 to 2^24 - 1.
 
-    Order is told apart even between equal shapes, by how it differs from that in the modules.
+    Order is distinguished even between equal shapes, by how it differs from that in the modules.
     Neither names nor places are used: they depend on what else holds a module, on this rank.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""What this rank holds of a parameter: all of it, or a part, as far as the parameter itself tells.
+"""What this rank holds of a parameter: all of it, or a part, as far as the parameter itself shows.
 
 A DTensor says so by its mesh and placements. FSDP1 leaves a mark on what it has flattened, and the
 object that knows the rest somewhere in memory. A plain tensor says nothing: see `sharded=`.
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     """How a parameter is spread over ranks."""
 
     parts: int = 1
-    """Into how many parts it is cut, of which this rank holds one; 0 if nobody knows."""
+    """Into how many parts it is cut, of which this rank holds one; 0 if unknown."""
     copies: int = 1
     """How many ranks of its own mesh hold this same part."""
     ranks: frozenset[int] = frozenset()

@@ -66,6 +66,6 @@ class DropBad:
         if self._sums and not self._seen and world_size(None) > 1:
             raise MisuseError(
                 "drop_bad found no gradients on the parameters below the loss: FSDP hands them on "
-                "to its shards during backward, where micro-batches cannot be told apart. Leave "
+                "to its shards during backward, where micro-batches cannot be distinguished. Leave "
                 "drop_bad out: a bad window is then skipped as a whole"
             )

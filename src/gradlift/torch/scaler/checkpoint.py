@@ -47,15 +47,15 @@ def load(scaler: GradScaler, data: Any) -> None:
     loaded = saved_state.load(scaler._rule, data, adopt=scaler._torch_rule)
     rule, own = loaded.rule, loaded.own
     states = {None: (loaded.state, loaded.steps, loaded.skipped)}
-    keys, told = _parsed(own.get("keys", "{}")), _parsed(own.get("events", "[]"))
-    if not isinstance(keys, dict) or not isinstance(told, list):
+    keys, listed = _parsed(own.get("keys", "{}")), _parsed(own.get("events", "[]"))
+    if not isinstance(keys, dict) or not isinstance(listed, list):
         raise StateError("this scaler state's keys or events are damaged")
     for key, entry in keys.items():
         if not isinstance(entry, dict):
             raise StateError(f"the state of key {key!r} is {type(entry).__name__}, expected a dict")
         state = saved_state.scale_state(rule, entry.get("scale"), entry.get("clean"), entry)
         states[key] = state, *saved_state.counts(entry)
-    events = [_event(entry) for entry in told]
+    events = [_event(entry) for entry in listed]
 
     if loaded.sharp and scaler._settings.sharp is not None:
         scaler._sharpen()

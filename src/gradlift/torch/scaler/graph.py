@@ -1,4 +1,4 @@
-"""What a loss's graph tells about the parameters below it."""
+"""What a loss's graph shows about the parameters below it."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class OnDevice:
     ) -> Callable[[], Finished]:
         """How to read what the step came to; with everything else of this window, in one copy.
 
-        Not the window itself is kept: it would keep all gradients alive until somebody looks.
+        Not the window itself is kept: it would keep all gradients alive until the result is read.
         """
         found, params, group = window.found, window.source.params, window.group
         rule, names, transfer = settings.rule, settings.names, self.transfer

@@ -44,7 +44,7 @@ class OnHost:
         self.state = self.state._replace(scale=min(self.state.scale, ceiling))
 
     def move(self, state: ScaleState, skips: Any) -> None:
-        """The state after a step; `skips` tells whether it was skipped."""
+        """The state after a step; `skips` is whether it was skipped."""
         self.state = state
         self.skipped += bool(skips)
 

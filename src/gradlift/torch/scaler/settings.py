@@ -267,7 +267,7 @@ class DropIn(torch.amp.GradScaler):
 
     @property
     def process_group(self) -> Any:
-        """The ranks that decide together, None if nobody said. Set it between steps, when a group
+        """The ranks that decide together, None if not given. Set it between steps, when a group
         was destroyed and made again, or in a copy, which has none; the default group's successor
         is found without that."""
         return resolved(self._settings.group)
