@@ -70,6 +70,21 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Says more about somebody else's error, which stays what it is; before Python 3.11 in a
+    warning.
+
+    >>> try:
+    ...     raise MemoryError("out of memory")
+    ... except MemoryError as error:
+    ...     add_note(error, "nothing was written")
+    """
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        warn(text)
+
+
 _PASSED = {"gradlift", "torch", "jax", "keras", "tensorflow", "mxnet"}
 
 

@@ -372,3 +372,34 @@ def masters_under_ddp():
         scaler.update()
         rows.append([*told(scaler.result, scaler), scaler.result.grad_norm])
     return {"rows": rows, "weights": [m.flatten().tolist() for m in optimizer.masters]}
+
+
+@story
+def edited_on_one_rank(on_device=False):
+    """A bad edit on rank 1, after the ranks had agreed: rank 0 cannot know."""
+    said, kept = [], []
+    for first in ("unscale_", "clip_grad_norm_"):
+        w, optimizer = lone()
+        scaler = made(on_device=on_device, names={"w": w})
+        scaler.scale(w.sum()).backward()
+        if first == "unscale_":
+            scaler.unscale_(optimizer)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1e6)
+        if rank:
+            w.grad[0] = math.nan
+        said.append(attempt(lambda: scaler.step(optimizer)))  # noqa: B023
+        kept.append(w.detach().tolist())
+    w, optimizer = lone()  # and what was bad before stays a skip, on all ranks
+    scaler = made(on_device=on_device, names={"w": w})
+    scaler.scale(w.sum() * (math.inf if rank else 1.0)).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_([w], 1.0)
+    said.append(attempt(lambda: scaler.step(optimizer)))
+    kept.append(w.detach().tolist())
+    return {"said": said, "kept": kept}
+
+
+@story
+def edited_on_one_rank_on_device():
+    return edited_on_one_rank(on_device=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.torch import both_paths, made
 
-from gradlift.torch import GradScaler
+from gradlift import Cause
+from gradlift.torch import GradScaler, MasterWeights
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -126,3 +127,270 @@ def test_a_nan_put_there_after_unscale_is_not_applied(device_path, fused):
     assert not scaler.result.stepped
     assert [c.kind for c in scaler.result.culprits] == ["nan"]
     assert (w.item(), scaler.get_scale()) == (0.0, 2.0**15)
+
+
+EDITS = {
+    "an element": lambda w: w.grad.__setitem__(0, math.nan),
+    "divided by a norm of zero": lambda w: w.grad.mul_(0).div_(w.grad.norm()),
+    "exchanged": lambda w: setattr(w, "grad", torch.full_like(w, math.inf)),
+    "a view": lambda w: w.grad.view(-1)[:1].fill_(math.inf),
+    "by optimizer groups": lambda w: torch._foreach_mul_([w.grad], math.inf),
+}
+
+
+@both_paths
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "skip=all"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_gradient_edited_after_the_look_is_judged_again(device_path, fused, first, edit):
+    """Between the look and the step nothing may become a non-finite weight."""
+    w, v = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([w, v], lr=1.0, fused=fused)
+    skip = "all" if first == "skip=all" else "each"
+    scaler = GradScaler("cpu", names={"w": w, "v": v}, skip=skip)
+    scaler._force_device_path = device_path
+    scaler.scale((w * 3 + v).sum()).backward()
+    if first == "unscale_":
+        scaler.unscale_(optimizer)
+    elif first == "clip_grad_norm_":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    else:
+        scaler.step(optimizer)
+    EDITS[edit](w)
+    if first != "skip=all":
+        scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.result.stepped
+    assert list(scaler.result.culprits) == ["w"]
+    assert not w.any()
+    assert not v.any()
+
+
+@both_paths
+def test_a_gradient_that_appears_after_the_look_is_judged_too(device_path):
+    w, v = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer, scaler = torch.optim.SGD([v, w], lr=1.0), GradScaler("cpu", names={"w": w, "v": v})
+    scaler._force_device_path = device_path
+    scaler.scale(w.sum()).backward()
+    scaler.unscale_(optimizer)
+    v.grad = torch.tensor([1.0, math.nan, 1.0])
+    scaler.step(optimizer)
+    assert (scaler.result.stepped, list(scaler.result.culprits)) == (False, ["v"])
+    assert not w.any()
+    assert not v.any()
+
+
+@both_paths
+def test_only_what_was_edited_is_read_again(device_path, monkeypatch):
+    from gradlift.torch.scaler import on_device, on_host
+
+    read = []
+    for module, name in ((on_host, "look"), (on_device, "device_look")):
+        original = getattr(module, name)
+
+        def counted(grads, *args, original=original, **kwargs):
+            read.append(sum(g.numel() for g in grads))
+            return original(grads, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    w, v = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([w, v], lr=1.0)
+    for edit, expected in (
+        (lambda: None, [103]),
+        (lambda: w.grad.mul_(0.5), [103, 3]),
+        (lambda: torch.nn.utils.clip_grad_norm_([w, v], 1.0), [103, 103]),
+    ):
+        read.clear()
+        scaler = GradScaler("cpu")
+        scaler._force_device_path = device_path
+        optimizer.zero_grad()
+        scaler.scale(w.sum() + v.sum()).backward()
+        scaler.unscale_(optimizer)
+        edit()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.result.stepped
+        assert read == expected
+    for clips in (True, False):  # the scaler's own clipping needs no further read
+        read.clear()
+        scaler = GradScaler("cpu")
+        scaler._force_device_path = device_path
+        optimizer.zero_grad()
+        scaler.scale(w.sum() + v.sum()).backward()
+        if clips:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer, max_norm=None if clips else 1.0)
+        assert read == [103]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("write", ["in place", "through .data"])
+@pytest.mark.parametrize("size", [3, 40_000])  # gathered with others, and read where it is
+def test_a_masters_gradient_edited_after_unscale_is_judged_again(dtype, write, size):
+    w = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+    optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0)
+    scaler = GradScaler("cpu", names={"w": w}, init_scale=8.0)
+    scaler.scale(w.float().sum()).backward()
+    scaler.unscale_(optimizer)
+    (w.grad if write == "in place" else w.grad.data)[1] = math.nan
+    scaler.step(optimizer)
+    assert (scaler.result.stepped, list(scaler.result.culprits)) == (False, ["w"])
+    assert not w.any()
+    assert not optimizer.masters[0].any()
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@both_paths
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_every_dtype_in_one_optimizer(device_path, clips, foreach):
+    params = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in DTYPES]
+    groups = [{"params": [p]} for p in params]
+    optimizer, scaler = torch.optim.SGD(groups, lr=0.5, foreach=foreach), GradScaler("cpu")
+    scaler._force_device_path = device_path
+    scaler.scale(sum(p.float().sum() * 2 for p in params)).backward()
+    scaler.step(optimizer, max_norm=3.0 if clips else None)
+    scaler.update()
+    assert scaler.result.stepped
+    if clips:
+        assert scaler.result.grad_norm == pytest.approx(6.0)
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full_like(p, 0.5 if clips else 0.0))
+    params[0].grad[1] = math.nan
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.result.stepped
+    assert all(p.isfinite().all() for p in params)
+
+
+@both_paths
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sparse_gradients_beside_dense_ones(device_path, dtype):
+    table = torch.nn.Embedding(5, 2, sparse=True, dtype=dtype)
+    w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    before = table.weight.detach().clone()
+    optimizer, scaler = torch.optim.SGD([table.weight, w], lr=1.0), GradScaler("cpu")
+    scaler._force_device_path = device_path
+    for factor, stepped in ((1.0, True), (math.inf, False)):
+        optimizer.zero_grad()
+        rows = table(torch.tensor([1, 1, 3])).double()
+        scaler.scale((rows.sum(0) * 2 + w).sum() * factor).backward()
+        scaler.step(optimizer, max_norm=1e6)
+        scaler.update()
+        assert scaler.result.stepped is stepped
+    moved = before - table.weight.detach()
+    expected = torch.tensor([0.0, 4.0, 0.0, 2.0, 0.0], dtype=dtype)
+    torch.testing.assert_close(moved, expected[:, None].expand(5, 2))
+
+
+@both_paths
+@pytest.mark.parametrize("overflow", [True, False])
+def test_zeros_that_were_there_before_are_no_step(device_path, overflow):
+    """Every micro-batch dropped, and zero_grad(set_to_none=False): weight decay and momentum would
+    move the weights for nothing."""
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler._force_device_path = device_path
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=False)
+    kept = w.detach().clone()
+    with scaler.accumulate(drop_bad=True) as window:
+        for _ in range(2):
+            loss = (w * 1e38).sum() if overflow else w.sum() * math.nan
+            scaler.scale(loss).backward()
+    assert window.dropped == [0, 1]
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(w.detach(), kept)
+    assert scaler.result.skipped
+    assert scaler.result.cause is (Cause.OVERFLOW if overflow else Cause.LOSS_NONFINITE)
+    assert scaler.skipped_steps == 1
+    assert scaler.get_scale() == (2.0 if overflow else 4.0)
+
+
+class HalfWay(torch.optim.SGD):
+    """Runs out of memory in its second group, once."""
+
+    fails = True
+
+    def step(self, closure=None):
+        groups = self.param_groups
+        if self.fails:
+            self.param_groups = groups[:1]
+            super().step()
+            self.param_groups, self.fails = groups, False
+            raise MemoryError("out of memory")
+        return super().step()
+
+
+@both_paths
+@pytest.mark.parametrize("first", ["", "unscale_", "clip"])
+def test_a_step_that_raises_half_way_is_explained_and_may_be_repeated(device_path, first):
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = HalfWay([{"params": [a]}, {"params": [b]}], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler._force_device_path = device_path
+    scaler.scale((a + b).sum()).backward()
+    if first == "unscale_":
+        scaler.unscale_(optimizer)
+    if first == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)  # of 2: half of each
+    with pytest.raises(MemoryError, match="out of memory") as raised:
+        scaler.step(optimizer)
+    said = " ".join(raised.value.__notes__)
+    assert "HalfWay.step() raised this before it was through. Some weights may have moved" in said
+    assert "step() may be called again" in said
+    scaler.step(optimizer)
+    scaler.update()
+    size = 0.5 if first == "clip" else 1.0
+    torch.testing.assert_close(a.detach(), torch.full((2,), -2 * size))
+    torch.testing.assert_close(b.detach(), torch.full((2,), -size))
+    assert (scaler.result.stepped, scaler.get_scale()) == (True, 8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_masters_step_that_raises_leaves_weights_and_masters_in_agreement(dtype):
+    a, b = (torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for _ in range(2))
+    optimizer = MasterWeights(HalfWay([{"params": [a]}, {"params": [b]}], lr=1.0))
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale((a + b).float().sum()).backward()
+    with pytest.raises(MemoryError) as raised:
+        scaler.step(optimizer)
+    assert "16-bit weights are what their masters round to" in " ".join(raised.value.__notes__)
+    for p, master in zip((a, b), optimizer.masters, strict=True):
+        assert torch.equal(p.float(), master)
+    assert (a[0].item(), b[0].item()) == (-1.0, 0.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (a[0].item(), b[0].item()) == (-2.0, -1.0)
+
+
+def test_a_search_that_raises_is_undone():
+    w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+    optimizer, scaler = torch.optim.LBFGS([w], lr=0.1), GradScaler("cpu", init_scale=8.0)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("out of memory")
+        optimizer.zero_grad()
+        loss = (w**4).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    before = w.detach().clone()
+    with pytest.raises(MemoryError) as raised:
+        scaler.step(optimizer, closure)
+    assert torch.equal(w.detach(), before)
+    assert not optimizer.state
+    assert "as they were before" in " ".join(raised.value.__notes__)
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert scaler.result.stepped
+    assert not torch.equal(w.detach(), before)

@@ -68,6 +68,8 @@ WORLDS = {
         "drifted_later_on_device",
         "nothing_waits_on_device",
         "odd_answers",
+        "edited_on_one_rank",
+        "edited_on_one_rank_on_device",
         "drifted_counters",
         "different_orders",
         "an_extra_wrapper_is_no_difference",
@@ -353,6 +355,18 @@ def test_on_a_device_nobody_steps_with_different_scales():
 
 def test_on_a_device_nothing_waits_for_other_ranks():
     assert agreed(tell(2, "nothing_waits_on_device")) == [CLEAN, DEAD, CLEAN]
+
+
+@pytest.mark.parametrize("name", ["edited_on_one_rank", "edited_on_one_rank_on_device"])
+def test_a_bad_edit_on_one_rank_raises_there_and_writes_nothing(name):
+    zero, one = tell(2, name)
+    assert zero["said"] == ["nothing"] * 3
+    for said in one["said"][:2]:
+        assert "MisuseError: the gradient of w was changed after it had been checked" in said
+        assert "and is now nan" in said
+    assert one["said"][2] == "nothing"
+    assert one["kept"] == [[1.0, 1.0]] * 3
+    assert zero["kept"] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
 
 
 def test_sharded_says_one_of_three_things():

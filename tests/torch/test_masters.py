@@ -1313,12 +1313,16 @@ def test_gradients_are_found_where_they_are():
         params, held, elements = source.find()
         assert [p.grad for p in params] == held
         assert len(params) == 2
-        assert not source.exchanged()
+        source.note()
+        assert not source.changed()
         assert [g.shape for g in source.each()] == [p.shape for p in params]
         params[1].grad = params[1].grad.clone()
-        assert source.exchanged()
+        assert source.changed()
         source.find()
-        assert not source.exchanged()
+        source.note()
+        assert not source.changed()
+        params[0].grad.mul_(1)
+        assert source.changed()
         assert [len(e) for e in source.find(by_parameter=True)] == [2, 2, 2]
         assert sum(e.numel() for e in elements) == 10
     assert len(masters.find()[2]) == 1  # small ones lie together

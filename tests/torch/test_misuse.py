@@ -31,6 +31,58 @@ def test_float16_parameters_are_refused_by_name_with_the_remedy():
     assert model[1].bias.dtype is torch.float16
 
 
+@both_paths
+@pytest.mark.parametrize(
+    "kind", ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "Adagrad"]
+)
+def test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step(device_path, kind):
+    w = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+    w.grad = torch.zeros_like(w)
+    made = getattr(torch.optim, kind)
+    optimizer = made([w], foreach=False)
+    scaler = GradScaler("cpu", allow_fp16_params=True, init_scale=1.0)
+    scaler._force_device_path = device_path
+    said = (
+        rf"eps=1e-(08|10) of {kind} is 0 in float16.*Pass eps=1e-4 or more.*MasterWeights\({kind}"
+    )
+    with pytest.raises(MisuseError, match=said):
+        scaler.step(optimizer)
+    assert (w == 1).all()
+    safe = made([w], foreach=False, eps=1e-4)
+    for _ in range(3):
+        scaler.step(safe)
+        scaler.update()
+    assert w.isfinite().all()
+
+
+def test_a_setting_that_vanishes_is_a_warning_where_the_optimizer_may_compute_in_float32():
+    class Theirs(torch.optim.Adam):
+        __module__ = "theirs"
+
+    w = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    w.grad = torch.ones_like(w)
+    scaler = GradScaler("cpu", allow_fp16_params=True, init_scale=1.0)
+    with pytest.warns(UserWarning, match="eps=1e-08 of Theirs is 0 in float16"):
+        scaler.step(Theirs([w]))
+    fused = torch.optim.Adam([w], fused=True)  # computes in float32
+    scaler.update()
+    w.grad = torch.zeros_like(w)
+    scaler.step(fused)
+    assert w.isfinite().all()
+
+
+@both_paths
+def test_complex_parameters_beside_real_ones_get_a_clear_answer(device_path):
+    w, z = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=torch.cfloat))
+    w.grad, z.grad = torch.ones_like(w), torch.ones_like(z)
+    scaler = GradScaler("cpu", names={"z": z})
+    scaler._force_device_path = device_path
+    with pytest.raises(MisuseError, match="is complex; loss scaling is for real numbers"):
+        scaler.step(torch.optim.SGD([w, z], lr=1.0))
+    assert (w == 1).all()
+    assert (z == 1).all()
+
+
 # Misuse
 def test_unscale_twice_is_harmless_unless_something_came_between():
     model = net(8, 1)

@@ -3,7 +3,7 @@
 `GradScaler` asks a `GradientSource` and never which optimizer it has:
 
     find() -> params, held, elements     `.grad` of each parameter, and the tensors to look at
-    exchanged()                          was a `.grad` replaced since?
+    note(), changed()                    was a `.grad` replaced or written to in between?
     each()                               one gradient a parameter
     multiply(factor)                     now, in place
     step(grad_scale, found_inf)          divided inside the optimizer's own kernel
@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import MisuseError
+from ..errors import MisuseError, warn
 from ..journal import recorder
 from .names import name_of
 from .ranks.sharding import brought_home, is_dtensor, local
@@ -32,6 +31,11 @@ class GradientSource:
     gathered = False
     """Are gradients looked at in copies that lie together? Then no parameter can be left out of
     `elements`, and `find` must be called again after a gradient was changed by hand."""
+    half_way = (
+        "Some weights may have moved and others not, since torch has no copy to put back: those "
+        "that moved will move twice."
+    )
+    """What a step that raised leaves behind."""
     divides_by_numbers = False
     """May `grad_scale` be a Python number? Else it is a tensor."""
 
@@ -43,19 +47,42 @@ class GradientSource:
         """`.grad` of each when it was looked at."""
         self.elements: list[Tensor] = []
         """Tensors that hold all elements, to look at."""
+        self.noted: dict[int, int] | None = None
+        """id -> version of each gradient when `note` was called."""
 
     def find(self, *, by_parameter: bool = False, spread: bool = False) -> Found:
         """Finds all gradients; `by_parameter`: one tensor to look at for each parameter. `spread`:
         they may be spread over ranks."""
         raise NotImplementedError
 
+    def check_settings(self) -> None:
+        """Before the first step: MisuseError if the optimizer cannot work on these parameters."""
+
     def each(self) -> list[Tensor]:
         """The elements of each parameter's gradient, as the step will use them."""
         raise NotImplementedError
 
-    def exchanged(self) -> bool:
-        """Was a gradient replaced by another tensor since `find`?"""
-        return not all(map(is_, [p.grad for p in self.params], self.held))
+    def note(self) -> None:
+        """The caller goes on with gradients that were looked at: from now on changes count."""
+        self.noted = self._stamps()
+
+    def changed(self) -> bool:
+        """Was a gradient replaced, written to, or put where there was none since `note`? What is
+        written through `.data` or a NumPy view leaves no trace."""
+        return self.noted != self._stamps()
+
+    def changed_at(self, noted: dict[int, int] | None) -> list[int]:
+        """After `find`: positions of the gradients that are not as they were `noted`."""
+        noted = noted or {}
+        return [i for i, g in enumerate(self.held) if noted.get(id(g)) != _version(g)]
+
+    def _stamps(self) -> dict[int, int]:
+        """`held` keeps the noted gradients alive, so no other tensor can have their ids."""
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        grads = (p.grad for p in params)
+        return {
+            id(g): g._version if type(g) is Tensor else _version(g) for g in grads if g is not None
+        }
 
     def multiply(self, factor: float | Tensor) -> None:
         """Gradients x factor, now; `elements` are then the results."""
@@ -134,8 +161,12 @@ class PlainGradients(GradientSource):
     >>> gradients = PlainGradients(torch.optim.SGD([w], lr=0.5))
     >>> params, held, elements = gradients.find()
     >>> gradients.multiplied_step(0.125)
-    >>> w.data, gradients.exchanged()
-    (tensor([0.5000, 0.5000]), False)
+    >>> w.data
+    tensor([0.5000, 0.5000])
+    >>> gradients.note()
+    >>> w.grad[0] = 3.0
+    >>> gradients.changed()
+    True
     """
 
     def __init__(self, optimizer: Any, allow_fp16_params: bool = False) -> None:
@@ -165,6 +196,10 @@ class PlainGradients(GradientSource):
                 elements.append(each)
         self.params, self.held, self.elements = params, grads, elements
         return params, grads, elements
+
+    def check_settings(self) -> None:
+        if self.allow_fp16_params and hasattr(self.optimizer, "step"):
+            refuse_vanishing(self.optimizer)
 
     def each(self) -> list[Tensor]:
         return self.elements
@@ -201,6 +236,55 @@ def _refuse(p: Tensor, optimizer: Any) -> None:
         f"on them. Let gradlift.torch.MasterWeights({kind}, ...) keep float32 masters, or keep the "
         "model in float32 and use torch.autocast; allow_fp16_params=True goes on regardless"
     )
+
+
+# Multiplied in float32 by torch's kernels or only compared: they do not vanish.
+_NEVER_ROUNDED = {
+    *("lr", "initial_lr", "max_lr", "min_lr", "lr_decay", "weight_decay", "lambd", "momentum"),
+    *("tolerance_grad", "tolerance_change"),
+}
+
+
+def refuse_vanishing(optimizer: Any) -> None:
+    """A setting that is 0 in the parameters' dtype: an `eps` that vanishes lets 0/0 through.
+
+    torch's own optimizers are refused; another may compute in float32, so it gets a warning.
+
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    >>> refuse_vanishing(torch.optim.Adam([w], eps=1e-4))
+    """
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        narrow = next((p for p in group["params"] if p.dtype is torch.float16), None)
+        if narrow is None or group.get("fused"):  # fused kernels compute in float32
+            continue
+        for name, value in group.items():
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            lost = [
+                v
+                for v in values
+                if type(v) is float and v and not torch.tensor(v, dtype=narrow.dtype).item()
+            ]
+            if not lost or name in _NEVER_ROUNDED:
+                continue
+            text = (
+                f"{name}={lost[0]:g} of {kind.__name__} is 0 in float16, the dtype of "
+                f"{name_of(narrow)}: where a gradient is 0, or its square vanishes, the step "
+                f"divides by 0 and writes NaN. Pass {name}=1e-4 or more, or use "
+                f"gradlift.torch.MasterWeights({kind.__name__}, ...)"
+            )
+            if kind.__module__.startswith("torch.optim"):
+                raise MisuseError(text)
+            warn(text)
+
+
+def _version(g: Tensor) -> int:
+    """How often it was written to."""
+    try:
+        count = g._version
+    except RuntimeError:  # made in inference mode: nobody counts
+        return -1
+    return count + local(g)._version if is_dtensor(g) else count
 
 
 def is_expanded(g: Tensor) -> bool:

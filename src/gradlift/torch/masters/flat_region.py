@@ -207,6 +207,13 @@ class Region:
             if self.transient:
                 piece.weight.data = self.nothing(piece.weight.shape)
 
+    def abandon(self) -> None:
+        """After a step that raised: the model's weights are what the masters round to."""
+        if self.masters is None:
+            return
+        for piece in self.pieces:
+            self.store(piece)
+
     def range(self, i: int) -> tuple[int, int, Tensor]:
         """Where one parameter lies, and the model's own weights there, flat."""
         a = self.starts[i]

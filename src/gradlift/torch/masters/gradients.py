@@ -27,6 +27,10 @@ class MasterGradients(GradientSource):
     """Multiplied, they are held in float32 until the step; `.grad` shows them in 16 bits."""
 
     gathered = True
+    half_way = (
+        "Some masters may have moved and others not; the 16-bit weights are what their masters "
+        "round to: those that moved will move twice."
+    )
     divides_by_numbers = True
 
     @torch.no_grad()
@@ -63,6 +67,25 @@ class MasterGradients(GradientSource):
         for region in self.optimizer._regions:
             region.gradients.hold(factor)
         self.find()
+
+    @torch.no_grad()
+    def changed(self) -> bool:
+        """Those held in float32 are compared by value: what was written to `.grad`, by any way, is
+        copied there."""
+        if any(region.gradients.is_held for region in self.optimizer._regions):
+            self.optimizer._take()
+        return super().changed()
+
+    def changed_at(self, noted: dict[int, int] | None) -> list[int]:
+        return super().changed_at(noted) or list(range(len(self.held)))
+
+    def _stamps(self) -> dict[int, int]:
+        stamps = super()._stamps()
+        for region in self.optimizer._regions:
+            if region.gradients.is_held:
+                sources = region.gradients.taken.sources.values()
+                stamps.update({id(s): s._version for s in sources})
+        return stamps
 
     def _stepped(self) -> Any:
         return self.optimizer._inner
@@ -125,6 +148,11 @@ class RegionGradients:
                 self.padding[i] = torch.zeros(starts[i] - at, dtype=p.dtype, device=p.device)
             at = starts[i] + p.numel()
         self.taken: Taken | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Was `unscale_` called, so that gradients are held in float32?"""
+        return self.taken is not None and self.taken.shown is not None
 
     def take(self) -> Taken:
         """Where the gradients are now: as held, unless they were exchanged or changed since."""

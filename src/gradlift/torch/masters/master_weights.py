@@ -234,18 +234,26 @@ class MasterWeights(Optimizer):
         for ours, theirs in zip(self.param_groups, inner.param_groups):
             theirs.update({k: v for k, v in ours.items() if k != "params"})
         with torch.no_grad():
-            if closure is not None and not self._elementwise:
-                loss = self._step(None, False, self._up_to_date(closure))
-            elif fused:
-                if isinstance(grad_scale, float):
-                    grad_scale = torch.tensor(grad_scale, dtype=torch.float32)
-                inner.grad_scale, inner.found_inf = grad_scale, found_inf
-                try:
+            if not self._just_taken:
+                self._take()
+            for region in self._regions:
+                region.check()
+            try:
+                if closure is not None and not self._elementwise:
+                    loss = self._step(None, False, self._up_to_date(closure))
+                elif fused:
+                    if isinstance(grad_scale, float):
+                        grad_scale = torch.tensor(grad_scale, dtype=torch.float32)
+                    inner.grad_scale, inner.found_inf = grad_scale, found_inf
                     self._step(None, fused)
-                finally:
-                    del inner.grad_scale, inner.found_inf
-            else:
-                self._step(None if grad_scale is None else 1 / grad_scale, fused)
+                else:
+                    self._step(None if grad_scale is None else 1 / grad_scale, fused)
+            except BaseException:
+                for region in self._regions:
+                    region.abandon()
+                raise
+            finally:
+                vars(inner).pop("grad_scale", None), vars(inner).pop("found_inf", None)
         for ours, theirs in zip(self.param_groups, inner.param_groups):
             ours.update({k: v for k, v in theirs.items() if k != "params"})
         self._seed.step += 1
@@ -262,10 +270,6 @@ class MasterWeights(Optimizer):
 
     def _step(self, factor: Any, fused: bool, *closure: Callable[[], Any]) -> Any:
         """`factor` is None if the inner optimizer takes it by itself."""
-        if not self._just_taken:
-            self._take()
-        for region in self._regions:
-            region.check()
         if factor is not None:
             self._multiply_direct(factor)
         if not self._elementwise:

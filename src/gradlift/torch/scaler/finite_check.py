@@ -192,8 +192,7 @@ def device_look(
             half = [p for i, p in zip(indices, each) if i not in full]
             tops += [torch.stack(half).to(home, non_blocking=True)] if half else []
         if norm:
-            of_each = torch.stack(list(torch._foreach_norm(here, 2, dtype=torch.float32)))
-            norms.append(of_each.to(home, non_blocking=True))
+            norms.append(torch.stack(_lengths(here)).to(home, non_blocking=True))
     if not peaks:
         zero = torch.zeros_like(inverse)
         return Inspection(zero.bool(), zero, zero, None)
@@ -211,6 +210,16 @@ def device_look(
         of = torch.cat(tops) if tops else every
         top = torch.where(torch.isfinite(of), of, 0.0).max()
     return Inspection(not_finite(used), total, top, every, tuple(order), lengths)
+
+
+def _lengths(grads: list[Tensor]) -> list[Tensor]:
+    """The norm of each, in float32 at least."""
+    if not any(g.dtype is torch.float64 for g in grads):
+        return list(torch._foreach_norm(grads, 2, dtype=torch.float32))
+    return [
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).float()
+        for g in grads
+    ]
 
 
 def not_finite(x: Tensor) -> Tensor:

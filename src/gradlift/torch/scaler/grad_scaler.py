@@ -20,7 +20,7 @@ from ...core import (
     result_of,
     verdict_of,
 )
-from ...errors import MisuseError, TrainingHalted
+from ...errors import MisuseError, TrainingHalted, add_note
 from ..gradient_source import gradients_of
 from .accumulation import DropBad
 from .checkpoint import load, save
@@ -137,6 +137,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             if not window.unscaled:
                 window.source.multiply(scale.home.inverse())
                 window.unscaled = True
+            window.source.note()
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, key: str | None = None) -> Tensor:
         """Clips the true gradients at `max_norm` and returns their norm before clipping.
@@ -154,6 +155,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             params = [p for group in optimizer.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, checked_max_norm(max_norm))
         scale, window = self._inspected(optimizer, key, "clip_grad_norm_()", max_norm)
+        window.source.note()
         return scale.home.clip(window, max_norm)
 
     # step
@@ -188,6 +190,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             scale.home.clip(window, max_norm)
         if self._skip == "all":
             window.deferred = (args, kwargs)
+            window.source.note()
             return None
         value = scale.finish(window, (args, kwargs))
         self._stepped(scale, window)
@@ -228,8 +231,19 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             return loss
 
         value = None
-        with contextlib.suppress(_Overflow):
+        try:
             value = gradients_of(optimizer).plain_step(guarded)
+        except _Overflow:
+            pass
+        except BaseException as error:
+            before.restore()
+            scale.windows.pop(id(optimizer), None)
+            add_note(
+                error,
+                f"gradlift: {type(optimizer).__name__}.step() raised this; its weights and state "
+                "are as they were before, and step() may be called again",
+            )
+            raise
         window = scale.windows.get(id(optimizer))
         if window is None:
             raise MisuseError(
@@ -459,7 +473,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         scale = self._scales[None]
-        scale.inspect(optimizer)
+        scale.inspect(optimizer).source.note()
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:

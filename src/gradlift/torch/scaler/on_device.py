@@ -151,6 +151,13 @@ class OnDevice:
             window.source.elements, inverse, norm=norm, amax=amax, clips=clips, full=full
         )
 
+    def look_again(self, window: Window, which: list[int]) -> Any:
+        inverse = torch.ones_like(self.state.scale) if window.unscaled else self.inverse()
+        each = window.source.each()
+        found = device_look([each[i] for i in which], inverse, norm=False)
+        window.found_again = found._replace(order=tuple(which[i] for i in found.order))
+        return found.nonfinite
+
     def agree(self, window: Window, mine: RankRow) -> Agreed:
         own, shared = self._own_and_shared_norm(window)
         mine = mine._replace(own_norm=own, shared_norm=shared, culprit=self._first_culprit(window))
@@ -234,7 +241,8 @@ class OnDevice:
 
         Not the window itself is kept: it would keep all gradients alive until the result is read.
         """
-        found, params, group = window.found, window.source.params, window.group
+        looks = [look for look in (window.found, window.found_again) if look and look.order]
+        params, group = window.source.params, window.group
         rule, names, transfer = settings.rule, settings.names, self.transfer
         reading, state = finished.reading, self.state
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
@@ -251,8 +259,8 @@ class OnDevice:
             if cause is None:
                 _, cause = decide(shown, before, rule, loss_known=known > 0)
             blamed: tuple[Culprit, ...] = ()
-            if found is not None and found.order and shown.nonfinite:
-                blamed = culprits_by_peak(params, found, names)
+            for look in looks if shown.nonfinite else ():  # a later one if the first found none
+                blamed = blamed or culprits_by_peak(params, look, names)
             return finished._replace(
                 before=before,
                 next_scale=used,

@@ -101,6 +101,12 @@ class OnHost:
             lengths=[(weight, found.norm) for (_, weight), found in parts.items()],
         )
 
+    def look_again(self, window: Window, which: list[int]) -> Any:
+        """Is any of the gradients at these positions non-finite?"""
+        inverse = 1.0 if window.unscaled else 1 / self.state.scale
+        each = window.source.each()
+        return look([each[i] for i in which], inverse, amax=False).nonfinite
+
     def agree(self, window: Window, mine: RankRow) -> Agreed:
         """What all ranks show together. This rank's norms and culprit are put in here."""
         own, shared = _own_and_shared_norm(window)

@@ -26,11 +26,11 @@ from ...core import (
     decide,
     moved,
 )
-from ...errors import MisuseError
+from ...errors import MisuseError, add_note
 from ...formats import FP32
 from ...namespace import namespace
 from ...reading import NAN, Reading
-from ..gradient_source import gradients_of, multiply
+from ..gradient_source import GradientSource, gradients_of, multiply
 from ..names import culprits, name_apart, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
 from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, RankRow, gather
@@ -155,7 +155,15 @@ class Scale:
     @property
     def applied_without_some(self) -> bool:
         """Are there gradients left, though some overflowed?"""
-        return self.overflow_dropped and any(w.source.elements for w in self.windows.values())
+        if not self.overflow_dropped or self.nothing_kept:
+            return False
+        return any(w.source.elements for w in self.windows.values())
+
+    @property
+    def nothing_kept(self) -> bool:
+        """Was every micro-batch of this window dropped? Gradients may be there all the same: zeros
+        of `zero_grad(set_to_none=False)`, by which momentum and weight decay would move weights."""
+        return bool(self.dropped) and all(m.dropped for m in self.micro)
 
     def agree_on_batch(
         self, bad: bool, found: bool, which: int, params: list[Tensor]
@@ -185,7 +193,7 @@ class Scale:
     # inspect, agree
 
     def inspect(self, optimizer: Any, *, norm: bool = False) -> Window:
-        """Looks at an optimizer's gradients: once a window, unless they were exchanged since."""
+        """Looks at an optimizer's gradients: once a window, and again at those that changed."""
         window = self.windows.get(id(optimizer))
         first = window is None
         if window is not None:
@@ -196,16 +204,20 @@ class Scale:
                     "after the last backward() before step()"
                 )
             window.fresh = False
-            same = not window.source.exchanged()
-            if window.unscaled:
-                if not same or window.source.gathered:
-                    self._gather(optimizer, window)
-                if not same:
-                    self._recheck(window)
-                if norm:
+            changed = window.source.changed()
+            alone = window.group.group is None
+            if changed and norm and not window.unscaled and not alone:
+                raise MisuseError(
+                    "gradients were changed after clip_grad_norm_() had measured them, and now "
+                    "their norm is asked for again, which other ranks may not do: call unscale_(), "
+                    "change them, then call clip_grad_norm_() or step(max_norm=...)"
+                )
+            lacks_norm = norm and self.home.lacks_norm(window)
+            if window.unscaled or not (lacks_norm or (changed and alone)):
+                if changed:
+                    self._look_again(window)
+                if norm and window.unscaled:
                     self._take_norm(window)
-                return window
-            if same and not (norm and self.home.lacks_norm(window)):
                 return window
         window = self._gather(optimizer, window)
         self._read(window, norm)
@@ -216,9 +228,12 @@ class Scale:
         return window
 
     def _gather(self, optimizer: Any, window: Window | None) -> Window:
+        first = optimizer not in self.groups
         group = self.group_of(optimizer)
         if window is None:
             window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
+            if first:
+                window.source.check_settings()
         window.group = group
         window.source.find(by_parameter=self.home.late, spread=group is not ALONE)
         return window
@@ -248,7 +263,7 @@ class Scale:
             losses = [m.loss_nonfinite for m in self.micro if not m.dropped]
         window.loss_known = self.calls > 0 and group.sees_all_losses
         leaves_out = settings.wants_amax and not window.source.gathered
-        nothing_left = not window.source.elements and bool(self.dropped)
+        nothing_left = bool(self.dropped) and (not window.source.elements or self.nothing_kept)
         if window.source.elements or not home.late:
             window.found = found = home.look(
                 window,
@@ -267,7 +282,8 @@ class Scale:
             window.found = None
             reading = Reading(nonfinite=False, amax=0.0, checked=False)
         if nothing_left:  # every micro-batch was dropped
-            reading = reading._replace(nonfinite=True, amax=math.inf, checked=True)
+            bad = reading.nonfinite | True  # a tensor on a device
+            reading = reading._replace(nonfinite=bad, amax=math.inf, checked=True)
         all_lost = nothing_left and not self.overflow_dropped
         if group.group is None:
             blamed = all_lost
@@ -315,17 +331,26 @@ class Scale:
             return peak.to(self.home.device, non_blocking=True)
         return peak
 
-    def _recheck(self, window: Window) -> None:
-        """Gradients put there after unscale_() are checked too. Not across ranks: only some might
-        come here, and a collective that others do not join hangs."""
-        if window.group.group is not None or not window.source.elements or window.reading is None:
+    def _look_again(self, window: Window) -> None:
+        """Looks at those gradients that were changed after the look. Across ranks only some might
+        come here, and a collective that others do not join hangs: a bad change is an error."""
+        source, reading = window.source, window.reading
+        noted, before = source.noted, source.params
+        self._gather(source.optimizer, window)
+        changed = source.changed_at(noted)
+        if not changed or reading is None:
             return
-        found = self.home.look(window, set(), norm=False, amax=False, clips=False)
-        window.found = found
-        bad = namespace(self.home.xp).or_(window.reading.nonfinite, found.nonfinite)
-        window.reading = window.reading._replace(nonfinite=bad, checked=True)
-        if not self.home.late and found.nonfinite:
-            window.culprits = culprits(window.source.params, self.settings.names)
+        if list(map(id, before)) != list(map(id, source.params)):
+            window.found = None  # its positions hold no longer
+        bad = self.home.look_again(window, changed)
+        if window.group.group is not None:
+            if bool(bad) and not bool(reading.nonfinite):
+                raise MisuseError(_bad_change(source, changed, self.settings.names))
+            return
+        if not self.home.late and bad and not window.culprits:
+            window.culprits = culprits(source.params, self.settings.names)
+        bad = namespace(self.home.xp).or_(reading.nonfinite, bad)
+        window.reading = reading._replace(nonfinite=bad, checked=True)
 
     def _take_norm(self, window: Window) -> None:
         """The norm of gradients that were unscaled before somebody asked for it."""
@@ -389,7 +414,11 @@ class Scale:
                 retries_left=retries_left,
             )
             if window.verdict is Verdict.APPLY and not done:
-                value = self._apply(window, args, kwargs)
+                try:
+                    value = self._apply(window, args, kwargs)
+                except Exception as error:
+                    add_note(error, _half_way(source))
+                    raise
         which = None
         if not home.late and cause not in APPLIED:
             which = first_bad([m.bad for m in self.micro], self.dropped)
@@ -425,17 +454,27 @@ class Scale:
         source, coefficient, home = window.source, window.coefficient, self.home
         if "grad_scaler" in kwargs:  # takes the scale out by itself
             multiply(source.params, source.elements, coefficient)
+            source.note()
             return source.plain_step(*args, **kwargs)
         if home.late:
             factor = coefficient if window.unscaled else home.inverse() * coefficient
-            return source.multiplied_step(factor, *args, **kwargs)
+            return self._multiplied_step(window, factor, args, kwargs)
         divisor = 1.0 if window.unscaled else home.state.scale
         if coefficient < divisor * _SMALLEST_FACTOR:  # one float32 cannot hold both: two passes
             source.multiply(1 / divisor)
-            divisor = 1.0
+            window.unscaled, divisor = True, 1.0
         if source.folds:
             return source.step(divisor / coefficient, None, *args, just_read=window.fresh, **kwargs)
-        return source.multiplied_step(1 / divisor * coefficient, *args, **kwargs)
+        return self._multiplied_step(window, 1 / divisor * coefficient, args, kwargs)
+
+    def _multiplied_step(self, window: Window, factor: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return window.source.multiplied_step(factor, *args, **kwargs)
+        except Exception:
+            if not window.source.gathered:  # multiplied already: `step` may be called again
+                window.unscaled, window.coefficient = True, 1.0
+                window.source.note()
+            raise
 
     # the end of a window
 
@@ -493,6 +532,9 @@ class Scale:
         waiting = [
             w for w in self.windows.values() if w.deferred is not None and w.finished is None
         ]
+        for window in waiting:
+            if window.source.changed():
+                self._look_again(window)
         reading = self.combined() if waiting else None
         for window in waiting:
             window.fresh, window.reading = False, reading
@@ -539,6 +581,24 @@ class Scale:
     def params(self) -> list[Tensor]:
         """Those that this window has looked at."""
         return [p for w in self.windows.values() for p in w.source.params]
+
+
+def _half_way(source: GradientSource) -> str:
+    kind = type(source.optimizer).__name__
+    return (
+        f"gradlift: {kind}.step() raised this before it was through. {source.half_way} step() may "
+        "be called again with the same gradients; to repeat the step exactly, load the weights and "
+        "the optimizer from a checkpoint first"
+    )
+
+
+def _bad_change(source: GradientSource, changed: list[int], names: dict[int, str]) -> str:
+    bad = culprits([source.params[i] for i in changed], names)
+    return (
+        f"the gradient of {bad[0]} was changed after it had been checked and is now {bad[0].kind}. "
+        "The other ranks do not know that, so nothing was written: make the change before "
+        "unscale_() or clip_grad_norm_(), or keep it finite"
+    )
 
 
 def _learning_rate(windows: list[Window]) -> float:

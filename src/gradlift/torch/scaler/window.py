@@ -36,6 +36,8 @@ class Window:
     group: RankGroup = ALONE
     """The ranks that agree on its step."""
     found: Inspection | None = None
+    found_again: Inspection | None = None
+    """Device only: of gradients that were changed after the look."""
     reading: Reading | None = None
     norm: Any = math.nan
     """Of the true gradients; a tensor on a device. NaN where it was not taken."""
