@@ -31,12 +31,14 @@ from .core import (
     Limits,
     LossScale,
     LossScaleOwner,
+    Note,
     StepResult,
     Verdict,
     checked_max_norm,
     clip_coefficient,
     loss_blamed,
     loss_level,
+    weights_nonfinite,
 )
 from .errors import SettingsError
 from .formats import FP32
@@ -114,6 +116,17 @@ def unscale(grads: Grads, scale: float, *, max_norm: float | None = None, norm: 
     return {n: None if g is None else g.astype(np.float32) * factor for n, g in grads.items()}
 
 
+def _about(weights: Any) -> tuple[Note, ...]:
+    """After a bad step: a note if the weights, so far as they are arrays, are not finite."""
+    pairs = weights.items() if isinstance(weights, Mapping) else [("weight", weights)]
+    bad = [
+        Culprit(str(name), "nan" if np.isnan(w).any() else "inf")
+        for name, w in pairs
+        if isinstance(w, np.ndarray) and w.dtype.kind == "f" and not np.isfinite(w).all()
+    ]
+    return (weights_nonfinite(bad),) if bad else ()
+
+
 class Masters(dict[str, np.ndarray]):
     """FP32 master copies of 16-bit weights; an applied step is written back to the weights.
 
@@ -121,7 +134,8 @@ class Masters(dict[str, np.ndarray]):
     >>> masters = Masters(half)
     >>> for _ in range(1000):
     ...     masters["w"] += np.float32(1e-4)       # each too small for float16 to notice
-    >>> masters.write_back()
+    >>> masters.write_back()                       # names of weights that left float16's range
+    []
     >>> half["w"]
     array([1.1], dtype=float16)
     """
@@ -130,10 +144,20 @@ class Masters(dict[str, np.ndarray]):
         super().__init__({name: w.astype(np.float32) for name, w in weights.items()})
         self.weights = weights
 
-    def write_back(self) -> None:
-        """Rounds the masters into the 16-bit weights."""
+    def write_back(self) -> list[str]:
+        """Rounds the masters into the 16-bit weights. One that left their range stays at their
+        largest number; returns the names of these."""
+        held = []
         for name, master in self.items():
-            np.copyto(self.weights[name], master, casting="same_kind")
+            weight = self.weights[name]
+            with np.errstate(over="ignore"):
+                np.copyto(weight, master, casting="same_kind")
+            beyond = np.isinf(weight)
+            if beyond.any():
+                held.append(name)
+                most = np.finfo(weight.dtype).max
+                np.copyto(weight, np.copysign(most, weight), where=beyond)
+        return held
 
 
 class Scaler(LossScaleOwner):
@@ -240,11 +264,12 @@ class Scaler(LossScaleOwner):
     ) -> StepResult:
         """Unscales, clips and updates if the step is applied; then moves the scale and records."""
         reading = decision.reading
+        held: list[str] = []
         if decision.verdict is Verdict.APPLY:
             true = unscale(grads, self.get_scale(), max_norm=max_norm, norm=reading.norm)
             update(weights, true)
             if isinstance(weights, Masters):
-                weights.write_back()
+                held = weights.write_back()
         self._describe(grads)
         losses, self._losses = self._losses, []
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -254,6 +279,9 @@ class Scaler(LossScaleOwner):
             loss=sum(losses) if losses else math.nan,
             culprits=culprits(grads, self.get_scale()) if reading.nonfinite else (),
             micro_batch=bad[0] if blamed else None,
+            notes=() if decision.verdict is Verdict.APPLY else _about(weights),
+            held=held,
+            largest=float(np.finfo(weights.weights[held[0]].dtype).max) if held else math.nan,
         )
 
     def load_state_dict(self, data: Any) -> None:

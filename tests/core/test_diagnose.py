@@ -516,3 +516,27 @@ def test_doctor_on_a_healthy_run_an_empty_one_and_none(tmp_path):
     assert doctor(tmp_path / "empty.jsonl").returncode == 0
     done = doctor(tmp_path / "nowhere")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+# Weights
+
+
+def test_weights_that_are_not_finite_explain_the_rest():
+    dead = Step(
+        0, 8.0, 8.0, nonfinite=True, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE, loss=math.nan
+    )
+    run = Run(
+        steps=numbered([dead] * 60),
+        events=[Event(0, "note", {"code": "weights-nonfinite", "text": "the weight b holds nan"})],
+    )
+    finding = only(run)
+    assert (finding.kind, finding.severity, finding.steps) == ("weights-nonfinite", "broken", (0,))
+    assert "the weight b holds nan" in finding.evidence
+
+
+def test_weights_at_the_end_of_their_range():
+    held = Step(0, 8.0, 8.0, amax=1000.0, norm=1.0, cause=Cause.WEIGHT_RANGE, culprits=("b", "a"))
+    finding = only(Run(steps=numbered([*clean(50, 8.0), held, held, *clean(50, 8.0)])))
+    assert (finding.kind, finding.severity) == ("weight-range", "warning")
+    assert (finding.steps, finding.layers) == ((50, 51), ("b",))
+    assert "In 2 steps of 102" in finding.evidence

@@ -84,3 +84,34 @@ def test_masters_of_float32_leaves_can_be_donated_with_them():
 
     params, state, _ = jax.jit(step, donate_argnums=(0, 1))(params, state, gl.Scaler("static:8"))
     assert (params["norm"] < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "start", "by"), [("float16", 65000, 1e3), ("bfloat16", 3.38e38, 2e37)]
+)
+@pytest.mark.parametrize("route", ["apply", "wrap", "alone"])
+def test_a_weight_whose_master_leaves_its_range_stays_at_the_largest_number(
+    dtype, start, by, route
+):
+    params = jnp.array([start, -start, 1.0], dtype)
+    grads = jnp.array([-by, by, 0.0], jnp.float32)
+    tx = gl.master(optax.sgd(1.0))
+    most = float(jnp.finfo(dtype).max)
+
+    @jax.jit
+    def go(params, state):
+        if route == "wrap":
+            updates, state = wrapped.update(grads, state, params)
+        elif route == "alone":
+            updates, state = tx.update(grads, state, params)
+        else:
+            result = gl.value_and_grad(lambda w: w.sum())(gl.Scaler("static:1"), jnp.ones(1))[3]
+            return gl.apply(tx, grads, state, params, result)
+        return optax.apply_updates(params, updates), state
+
+    wrapped = gl.wrap(tx, "static:1")
+    state = (wrapped if route == "wrap" else tx).init(params)
+    for _ in range(3):
+        params, state = go(params, state)
+        assert jnp.isfinite(params).all()
+    assert params.tolist() == [most, -most, 1.0]

@@ -16,6 +16,7 @@ from helpers.mxnet import (
 from mxnet import autograd
 
 import gradlift.mxnet as gl
+from gradlift import Cause
 from gradlift.errors import MisuseError
 
 
@@ -83,3 +84,27 @@ def test_unscaling_float16_gradients_warns():
     assert told[0].filename == __file__
     trainer.step(1)
     assert scaler.result.stepped
+
+
+def test_a_weight_whose_master_leaves_float16_stays_at_its_largest_number():
+    trainer = sgd(parameters(dtypes=HALF), learning_rate=-(2.0**17), multi_precision=True)
+    scaler = gl.init_trainer(trainer, "static:1")
+    step(gl, trainer)
+    assert scaler.result.stepped
+    assert scaler.result.cause is Cause.WEIGHT_RANGE
+    assert "stays at 65504" in scaler.result.notes[-1]
+    values = np.concatenate([w.ravel() for w in weights(trainer)])
+    assert np.isfinite(values).all()
+    assert 65504 in np.abs(values)
+
+
+def test_weights_that_are_not_finite_are_named_at_the_first_bad_step():
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer)
+    name = trainer._params[0].name
+    value = trainer._params[0].data().asnumpy()
+    value.flat[0] = np.nan
+    trainer._params[0].set_data(value)
+    step(gl, trainer)
+    assert scaler.result.skipped
+    assert f"the weight {name} holds nan itself" in scaler.result.notes[-1]

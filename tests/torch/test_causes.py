@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
-from helpers.torch import dead, good, made, net
+from helpers.torch import both_paths, dead, good, made, net
 
-from gradlift import Cause
-from gradlift.torch import GradScaler
+from gradlift import Cause, read_journal
+from gradlift.errors import TrainingHalted
+from gradlift.torch import GradScaler, MasterWeights
 
 
 def test_a_nan_loss_in_a_micro_batch_is_named():
@@ -61,3 +63,52 @@ def test_the_first_bad_micro_batch_is_found_with_two_optimizers():
         scaler.step(opt_b)
         scaler.update()
     assert told.micro_batch == 0
+
+
+@both_paths
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named_at_the_first_bad_step(bad, device_path, tmp_path):
+    """A poisoned checkpoint: the loss is NaN too, and no scale can help."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        model[1].weight[0, 1] = bad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    where = tmp_path / "run.jsonl"
+    scaler = GradScaler("cpu", journal=where, max_consecutive_skips=1)
+    scaler._force_device_path = device_path
+    with pytest.raises(TrainingHalted) as halt:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    said = f"he weight 1.weight holds {bad} itself, so no scale can help"
+    assert said in str(halt.value)
+    assert any(said in note for note in scaler.result.notes)
+    notes = [e for e in read_journal(where).events if e.what == "note"]
+    assert [(e.step, e.detail["code"]) for e in notes] == [(0, "weights-nonfinite")]
+
+
+def test_a_masters_weight_that_is_not_finite_is_named():
+    w = torch.nn.Parameter(torch.tensor([1.0, math.nan], dtype=torch.float16))
+    optimizer, scaler = (
+        MasterWeights(torch.optim.SGD, [w], lr=0.1),
+        GradScaler("cpu", names={"w": w}),
+    )
+    scaler.scale(w.float().sum() ** 2).backward()
+    scaler.step(optimizer)
+    assert "the weight w holds nan itself" in scaler.result.notes[0]
+
+
+def test_weights_are_not_read_while_all_is_well(monkeypatch):
+    from gradlift.torch.scaler import scale
+
+    monkeypatch.setattr(scale, "about_weights", lambda *_: 1 / 0)
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([w], lr=0.1), GradScaler("cpu")
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(w.sum() * math.nan).backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)

@@ -9,17 +9,6 @@ from golden_stories import STORIES
 from golden_tapes import TAPES
 from golden_tools import first_difference, packed, stored, surroundings, tape_difference, unpacked
 
-# Tapes that may be shorter than the stored ones, each with its reason.
-ONE_STRETCH = "weights that lie together are compared without one more concatenation"
-ALLOWED: dict[str, str] = {
-    "masters/fp16": ONE_STRETCH,
-    "masters/fp16/journal": ONE_STRETCH,
-    "masters/fp16/clipped": ONE_STRETCH,
-    "masters/fp16/clipped/journal": ONE_STRETCH,
-    "masters/fp16/foreach": ONE_STRETCH,
-    "masters/bf16/masters": ONE_STRETCH,
-}
-
 STORED, MADE_WITH = stored("stories.json")
 STORED_TAPES, _ = stored("tapes.json")
 
@@ -34,7 +23,6 @@ def elsewhere():
 def test_all_is_stored_and_all_that_is_stored_is_told():
     assert list(STORED) == list(STORIES)
     assert list(STORED_TAPES) == list(TAPES)
-    assert set(ALLOWED) <= set(TAPES)
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -49,11 +37,8 @@ def test_tape(name):
     assert new["reads"] <= old["reads"], f"{old['host']} -> {new['host']}"
     scalars = "_local_scalar_dense"
     assert new["host"][scalars] <= old["host"][scalars], f"{old['host']} -> {new['host']}"
-    if new["ops"] == old["ops"]:
-        return
     difference = tape_difference(old["ops"], new["ops"])
-    assert name in ALLOWED, f"{len(old['ops'])} -> {len(new['ops'])} ops\n{difference}"
-    assert len(new["ops"]) < len(old["ops"]), f"not shorter\n{difference}"
+    assert new["ops"] == old["ops"], f"{len(old['ops'])} -> {len(new['ops'])} ops\n{difference}"
 
 
 # The comparison itself

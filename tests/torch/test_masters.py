@@ -8,11 +8,12 @@ import pickle
 
 import pytest
 import torch
+from helpers.torch import both_paths
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradlift import Cause, Journal, read_journal
+from gradlift import Cause, Journal, read_journal, replay
 from gradlift.errors import MisuseError, SettingsError, StateError
 from gradlift.torch import GradScaler, MasterWeights
 from gradlift.torch.gradient_source import PlainGradients, gradients_of
@@ -259,11 +260,11 @@ def test_split_is_the_master_bit_by_bit_and_rounds_ties_away():
     bits = torch.cat(
         [
             torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int32),
-            torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0, -(2**31), 0x7F7FFFFF, 1]),
+            torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0, -(2**31), 0x7F7F7FFF, 1]),
         ]
     ).to(torch.int32)
     values = bits.view(FP32)
-    values = values[values.isfinite()]
+    values = values[values.to(BF16).isfinite()]
     w = torch.nn.Parameter(torch.zeros(values.numel(), dtype=BF16))
     optimizer = MasterWeights(torch.optim.SGD, [w], lr=0.0, update="split")
     optimizer.refresh([values])
@@ -1550,3 +1551,157 @@ def give_more(n, ours, plain, every):
                 each.grad = (
                     gradient.to(each.dtype) if old is None else old + gradient.to(each.dtype)
                 )
+
+
+# Masters that leave the range of their 16-bit weights
+
+BEYOND = [
+    (torch.float16, "masters", 65000.0, 1000.0),
+    (torch.bfloat16, "masters", 3.3895e38, 1e36),
+    (torch.bfloat16, "split", 3.3895e38, 1e36),
+    (torch.bfloat16, "stochastic", 3.3895e38, 1e36),
+]
+
+
+@both_paths
+@pytest.mark.parametrize("how", [{}, {"fused": False}, {"shapes": True}])
+@pytest.mark.parametrize(("dtype", "update", "start", "by"), BEYOND)
+def test_a_weight_never_becomes_infinite(dtype, update, start, by, how, device_path, tmp_path):
+    how, kind = dict(how), torch.optim.SGD
+    if how.pop("shapes", False):  # a subclass is given every parameter in its shape
+        kind = type("Shaped", (torch.optim.SGD,), {})
+    w, v, far = (torch.nn.Parameter(torch.full((3, 2), x, dtype=dtype)) for x in (start, 1, -start))
+    params = [w, v, far]
+    optimizer = MasterWeights(kind, params, lr=1.0, update=update, **how)
+    where = tmp_path / "run.jsonl"
+    scaler = GradScaler(
+        "cpu",
+        init_scale=1.0,
+        names={"w": w, "v": v, "far": far},
+        journal=where,
+        growth_interval=100,
+    )
+    scaler._force_device_path = device_path
+    most = torch.finfo(dtype).max
+    told = []
+    for sign in (-1, 1, 1, 1):
+        w.grad, v.grad = torch.full_like(w, sign * by), torch.zeros_like(v)
+        far.grad = torch.full_like(w, -sign * by)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(p.isfinite().all() for p in params)
+        told.append(scaler.result)
+    assert all(r.stepped and not r.skipped for r in told)
+    assert scaler.skipped_steps == 0
+    first = told[0]
+    assert [r.cause for r in told] == [Cause.WEIGHT_RANGE] + [Cause.NONE] * 3
+    assert list(first.culprits) == ["w", "far"]
+    assert (
+        f"master of w and 1 more left the range of its 16-bit weight, which stays at {most:.6g}"
+        in (first.notes[-1])
+    )
+    assert told[-1].cause is Cause.NONE
+    assert (v == 1).all()
+    scaler.flush()
+    run = read_journal(where)
+    assert [s.cause for s in run.steps] == [r.cause for r in told]
+    assert not any(s.skipped for s in run.steps)
+    assert [e.detail["code"] for e in run.events] == ["weight-range"]
+    again = replay(run, "torch:init_scale=1,growth_interval=100")
+    assert [s.scale for s in again.steps] == [s.scale for s in run.steps]
+
+
+@pytest.mark.parametrize(("dtype", "update", "start", "by"), BEYOND)
+def test_a_weight_at_its_limit_is_no_drift_and_can_be_saved(dtype, update, start, by):
+    def made():
+        w = torch.nn.Parameter(torch.full((3,), start, dtype=dtype))
+        return w, MasterWeights(torch.optim.SGD, [w], lr=1.0, momentum=0.5, update=update)
+
+    (w, optimizer), (again, loaded) = made(), made()
+    w.grad = torch.full_like(w, -by)
+    with pytest.warns(UserWarning, match="left the range of their 16-bit weights"):
+        optimizer.step()
+    assert w.isfinite().all()
+    again.data.copy_(w.data)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert torch.equal(loaded.masters[0], optimizer.masters[0])
+    for p, o in ((w, optimizer), (again, loaded)):
+        p.grad = torch.full_like(p, by)
+        for _ in range(4):
+            o.step()
+    assert torch.equal(w, again)
+    assert w.isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "update", "start", "by"), BEYOND[:3])
+def test_float32_weights_beyond_the_range_are_taken_as_far_as_it_goes(dtype, update, start, by):
+    w = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0, update=update)
+    optimizer.refresh([torch.tensor([3.4e38, -3.4e38])])
+    most = torch.finfo(dtype).max
+    assert w.tolist() == [most, -most]
+
+
+# Checkpoints that are not finite
+
+
+@pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq", "step", "apart", "lr"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_checkpoint_that_is_not_finite_is_refused_by_name_and_index(key, bad):
+    def made():
+        model = torch.nn.Linear(4, 3).to(BF16)
+        return model, MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.125)
+
+    (model, optimizer), (_, fresh) = made(), made()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if key != "apart":
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    if key == "lr":
+        state["param_groups"][0]["lr"] = bad = math.nan
+    elif key == "step":
+        state["state"][0]["step"].fill_(bad)
+    else:
+        held = state["gradlift"]["apart"][0] if key == "apart" else state["state"][0]
+        held["master" if key == "apart" else key][2, 1] = bad
+    before = copy.deepcopy(fresh.state_dict())
+    where = {"lr": "lr of parameter group 0 is nan", "step": f"the state 'step' is {bad} at"}
+    said = where.get(key, f"the state '{'master' if key == 'apart' else key}' is {bad} at")
+    with pytest.raises(StateError) as refused:
+        fresh.load_state_dict(state)
+    assert said in str(refused.value)
+    if key not in ("lr", "step"):
+        assert "[2, 1] of " in str(refused.value)
+    assert str(fresh.state_dict()) == str(before)
+
+
+def test_the_rest_of_a_checkpoint_that_is_not_finite_can_be_loaded():
+    model = torch.nn.Linear(4, 3).to(FP16)
+    optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.125)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"][1, 1] = math.nan
+    again = copy.deepcopy(model)
+    loaded = MasterWeights(torch.optim.AdamW, again.parameters(), lr=0.5)
+    with pytest.warns(UserWarning, match=r"the state of weight was not finite: it begins anew"):
+        loaded.load_state_dict(state, strict=False)
+    assert loaded.param_groups[0]["lr"] == 0.125
+    assert torch.equal(loaded.masters[1], optimizer.masters[1])
+    assert torch.equal(loaded.masters[0], again.weight.float())
+    assert {*loaded.state[again.bias]} == {"step", "exp_avg", "exp_avg_sq", "master"}
+    assert not loaded.state[again.weight]
+    for p in again.parameters():
+        p.grad = torch.ones_like(p)
+    loaded.step()
+    assert all(p.isfinite().all() for p in again.parameters())
+
+
+def test_weights_to_refresh_from_are_finite():
+    w = torch.nn.Parameter(torch.zeros(2, dtype=FP16))
+    optimizer = MasterWeights(torch.optim.SGD, [w], lr=0.1)
+    with pytest.raises(StateError, match=r"of which one is nan at \[1\]"):
+        optimizer.refresh([torch.tensor([1.0, math.nan])])
+    assert not w.any()

@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 import torch
-from helpers.torch import exploding, made, net, step, train
+from helpers.torch import both_paths, exploding, made, net, step, train
 
+from gradlift.errors import StateError
 from gradlift.torch import GradScaler
 
 
@@ -36,3 +38,17 @@ def test_a_state_loaded_between_backward_and_step_starts_a_new_window():
     scaler.load_state_dict(saved)
     step(w, optimizer, scaler)
     assert w.item() == -1.0
+
+
+@both_paths
+@pytest.mark.parametrize("name", ["steps", "skipped"])
+def test_a_count_of_more_than_32_bits_is_refused_before_anything_is_changed(device_path, name):
+    w, optimizer, scaler = made(device_path)
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    before = scaler.state_dict()
+    damaged = {**before, "scale": 64.0, "gradlift": {**before["gradlift"], name: 2**40}}
+    with pytest.raises(StateError, match="expected two counts"):
+        scaler.load_state_dict(damaged)
+    assert scaler.state_dict() == before

@@ -30,6 +30,8 @@ from .result import (
     conclude,
     explain_halt,
     result_of,
+    weights_held,
+    weights_nonfinite,
 )
 
 __all__ = [
@@ -61,5 +63,7 @@ __all__ = [
     "next_try",
     "result_of",
     "verdict_of",
+    "weights_held",
+    "weights_nonfinite",
     "worth_retrying",
 ]

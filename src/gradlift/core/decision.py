@@ -38,7 +38,7 @@ class Verdict(enum.Enum):
 
 
 class Cause(enum.IntEnum):
-    """Why a step was not applied; the numbers are what jitted code carries.
+    """Why a step was not applied, or not in full; the numbers are what jitted code carries.
 
     >>> print(Cause.LOSS_NONFINITE, int(Cause.OVERFLOW))
     loss non-finite 1
@@ -57,6 +57,9 @@ class Cause(enum.IntEnum):
     """There was nothing to apply."""
     CALIBRATION = 6
     """The first gradients showed that a far larger scale fits: the batch is computed again."""
+    WEIGHT_RANGE = 7
+    """The step was applied, and a master left the range of its 16-bit weight, which stays at the
+    format's largest finite number."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("nonfinite", "non-finite").replace("_", " ")
@@ -123,7 +126,7 @@ def verdict_of(cause: Cause, skips_before: int, limits: Limits = NO_LIMITS) -> V
     >>> verdict_of(Cause.OVERFLOW, 2, Limits(max_consecutive_skips=2))
     <Verdict.HALT: 'halt'>
     """
-    if cause is Cause.NONE:
+    if cause is Cause.NONE or cause is Cause.WEIGHT_RANGE:
         return Verdict.APPLY
     if cause is Cause.NO_GRADIENTS:
         return Verdict.SKIP

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..reading import Reading
 from ..rules import Rule, ScaleState, parse, resolve
 from . import state as saved_state
 from .decision import NO_LIMITS, Cause, Limits, Verdict, decide, moved, next_try
-from .result import Culprit, Finished, Listener, Note, StepResult, conclude, result_of
+from .result import (
+    Culprit,
+    Finished,
+    Listener,
+    Note,
+    StepResult,
+    conclude,
+    result_of,
+    weights_held,
+)
 
 
 class Decision(NamedTuple):
@@ -91,14 +101,24 @@ class LossScale:
             self.listener.retry(finished, result_of(finished, Verdict.RETRY))
         self._retries += 1
 
-    def finish(self, decision: Decision, **facts: Any) -> StepResult:
+    def finish(
+        self,
+        decision: Decision,
+        *,
+        held: Sequence[str] = (),
+        largest: float = math.nan,
+        **facts: Any,
+    ) -> StepResult:
         """Moves the scale and concludes the step: recorded, counted, and halted if a limit says so.
 
         `facts` are what else is known of it: `loss`, `culprits`, `micro_batch`, `notes`, `lr`.
+        `held` are parameters whose 16-bit weights stay at `largest`.
         """
         before = self.state
         self.state = moved(self.rule, before, decision.reading, ceiling=self.ceiling)
         finished = self._finished(before, decision, **facts)
+        if held:
+            finished = weights_held(finished, held, largest)
         self.steps += 1
         self._begin()
         self.result = result_of(finished, decision.verdict)

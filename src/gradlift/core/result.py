@@ -6,6 +6,7 @@ Finished -> conclude -> the listener records it, the floor's warning, a halt
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -57,6 +58,26 @@ class Note(str):
         return Note, (self.code, str(self), self.once)
 
 
+WEIGHT_RANGE = "weight-range"
+WEIGHTS_NONFINITE = "weights-nonfinite"
+
+
+def weights_nonfinite(weights: Sequence[Culprit]) -> Note:
+    """After a bad step: weights that are not finite themselves, so the loss follows from them.
+
+    >>> print(weights_nonfinite([Culprit("head.weight", "nan")]))
+    the weight head.weight holds nan itself, so no scale can help: load a checkpoint whose weights \
+are finite, or look at their initialisation
+    """
+    more = f" and {len(weights) - 1} more hold" if len(weights) > 1 else " holds"
+    return Note(
+        WEIGHTS_NONFINITE,
+        f"the weight {weights[0]}{more} {weights[0].kind} itself, so no scale can help: load a "
+        "checkpoint whose weights are finite, or look at their initialisation",
+        once=True,
+    )
+
+
 HALF_LOSS = Note("half-loss", "loss computed in float16: its scale is capped at 2^15", once=True)
 
 
@@ -78,7 +99,8 @@ class StepResult:
     grad_norm: float = math.nan
     """Norm of the true (unscaled) gradients before clipping; NaN where it was not taken."""
     culprits: tuple[str, ...] = ()
-    """Parameters with non-finite gradients, the first to go wrong in front."""
+    """Parameters with non-finite gradients, the first to go wrong in front; for WEIGHT_RANGE those
+    whose 16-bit weights could not follow their masters."""
     retries: int = 0
     """How often this batch was recomputed at another scale."""
     micro_batch: int | None = None
@@ -111,7 +133,8 @@ class StepResult:
             said += f", {self.retries} retries"
         if self.culprits:
             first = self.culprits[0]
-            said += f", first non-finite: {getattr(first, 'described', first)}"
+            what = "out of range" if self.cause is Cause.WEIGHT_RANGE else "first non-finite"
+            said += f", {what}: {getattr(first, 'described', first)}"
         if self.micro_batch is not None:
             said += f", micro-batch {self.micro_batch}"
         return "; ".join([said, *self.notes])
@@ -139,6 +162,30 @@ class Finished(NamedTuple):
     """Which of several losses, each with a scale of its own."""
     seconds: float = math.nan
     """How long it took, where several steps are read at once."""
+
+
+def weights_held(finished: Finished, names: Sequence[str], largest: float) -> Finished:
+    """A step that was applied while the 16-bit weights of some parameters stay at `largest` (NaN:
+    not known any more).
+
+    >>> done = Finished(0, ScaleState(8.0), 8.0, Reading(False, 1.0), Cause.NONE)
+    >>> print(result_of(weights_held(done, ["head.weight"], 65504.0), Verdict.APPLY))
+    apply (weight range) at scale 2^3, out of range: head.weight; the float32 master of \
+head.weight left the range of its 16-bit weight, which stays at 65504
+    """
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    where = "its end" if math.isnan(largest) else f"{largest:.6g}"
+    note = Note(
+        WEIGHT_RANGE,
+        f"the float32 master of {names[0]}{more} left the range of its 16-bit weight, which stays "
+        f"at {where}",
+        once=True,
+    )
+    return finished._replace(
+        cause=Cause.WEIGHT_RANGE,
+        culprits=tuple(map(Culprit, names)),
+        notes=(*finished.notes, note),
+    )
 
 
 class Listener(Protocol):
@@ -194,6 +241,7 @@ def conclude(
                 rule,
                 step=finished.step,
                 culprits=finished.culprits,
+                notes=finished.notes,
             )
         )
     return result
@@ -232,6 +280,7 @@ def explain_halt(
     *,
     step: int | None = None,
     culprits: tuple[str, ...] = (),
+    notes: tuple[Note, ...] = (),
 ) -> str:
     """One paragraph for a HALT: how many skips, since when, why, where, what to try.
 
@@ -248,7 +297,9 @@ init_scale or use the rule 'auto'.
     if step is not None:
         said += f", since step {step - skips + 1}" if skips > 1 else f" (step {step})"
     where = f" First non-finite gradient: {culprits[0]}." if culprits else ""
+    known = next((f"{n[0].upper()}{n[1:]}." for n in notes if n.code == WEIGHTS_NONFINITE), "")
+    advice = known or _WHAT_TO_TRY[cause]
     return (
         f"Training was halted: {said}. The cause of the last one: {cause}, at scale "
-        f"2^{math.log2(float(state.scale)):g} with the rule '{rule}'.{where} {_WHAT_TO_TRY[cause]}"
+        f"2^{math.log2(float(state.scale)):g} with the rule '{rule}'.{where} {advice}"
     )

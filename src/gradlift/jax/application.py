@@ -14,7 +14,7 @@ import optax
 from ..core import checked_max_norm, clip_coefficient
 from ..errors import MisuseError
 from .finite_checking import leaves_of, look
-from .masters import MasterState
+from .masters import MasterState, rounded
 from .scaler import Result, unscaled
 from .selection import gated
 
@@ -65,7 +65,7 @@ def _moved(params: Any, updates: Any, opt_state: Any) -> Any:
     chained = type(opt_state) is tuple and opt_state
     last = opt_state[-1] if chained else opt_state  # what follows masters may change the updates
     if isinstance(last, MasterState):
-        return jax.tree.map(lambda m, p: m.astype(p.dtype), last.masters, params)
+        return jax.tree.map(rounded, last.masters, params)
     return optax.apply_updates(params, updates)
 
 

@@ -55,11 +55,23 @@ def master(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
         steps, moved = inner.update(wide, state.inner, state.masters, **more)
         masters = optax.apply_updates(state.masters, steps)
         updates = jax.tree.map(
-            lambda m, p: m.astype(p.dtype).astype(m.dtype) - _wide(p), masters, params
+            lambda m, p: rounded(m, p).astype(m.dtype) - _wide(p), masters, params
         )
         return updates, MasterState(masters, moved)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rounded(weights: Any, like: Any) -> Any:
+    """A master in the dtype of its parameter; beyond that one's range its largest number.
+
+    >>> rounded(jnp.float32([1e5, -1e5]), jnp.float16(0)).tolist()
+    [65504.0, -65504.0]
+    """
+    if like.dtype not in (jnp.float16, jnp.bfloat16):
+        return weights.astype(like.dtype)
+    most = float(jnp.finfo(like.dtype).max)
+    return jnp.clip(weights, -most, most).astype(like.dtype)
 
 
 def _wide(x: Any) -> Any:

@@ -9,6 +9,7 @@ scale is taken out by the optimizer itself, through its `rescale_grad`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mxnet import autograd
@@ -31,7 +32,7 @@ from ..core import (
 )
 from ..core.state import load
 from ..errors import MisuseError, warn
-from ..formats import FP32
+from ..formats import FP16, FP32
 from ..journal import JournalLike, channel
 from ..reading import Reading
 from ..rules import Off, Rule
@@ -47,6 +48,7 @@ from .trainer import (
     keep_here,
     learning_rate,
 )
+from .weights import about_weights, hold_in_range
 from .window import GluonWindow, check, is_half, lifted
 
 
@@ -199,6 +201,7 @@ class Scaler(LossScaleOwner):
                     "init_trainer(..., 'off')"
                 )
             check_half(trainer)
+        held: list[str] = []
         alone = is_alone(trainer)
         seen = look(fresh, trainer._optimizer.rescale_grad, amax=self._want_amax)
         shown = self._shown(seen, alone)
@@ -209,10 +212,11 @@ class Scaler(LossScaleOwner):
         if decision.verdict is Verdict.APPLY:
             self._fold(fresh, seen.reading.norm)
             self._apply(ignore_stale_grad)
+            held = hold_in_range(trainer)
         else:
             forget(fresh)
         trainer._optimizer.rescale_grad = share  # what MXNet leaves there, without the scale
-        self._finish(decision, shown, losses, share)
+        self._finish(decision, shown, losses, share, held)
 
     def _shown(self, seen: GluonLook, alone: bool) -> GluonLook:
         """What the gradients show now, and what they showed before `unscale`.
@@ -245,7 +249,12 @@ class Scaler(LossScaleOwner):
         type(self.trainer)._update(self.trainer, ignore_stale_grad)
 
     def _finish(
-        self, decision: Decision, shown: GluonLook, losses: list[float], share: float
+        self,
+        decision: Decision,
+        shown: GluonLook,
+        losses: list[float],
+        share: float,
+        held: Sequence[str] = (),
     ) -> None:
         """Moves the scale, records the step, halts if a limit says so."""
         if self._channel.recording and not self._channel.described:
@@ -257,6 +266,8 @@ class Scaler(LossScaleOwner):
         notes = [] if math.isinf(self._loss_scale.ceiling) else [HALF_LOSS]
         if shown.devices:
             notes.append(Note("devices", f"only on {', '.join(shown.devices)}"))
+        if is_skip(decision.verdict, decision.cause):
+            notes += about_weights(self.trainer)
         self._window = GluonWindow()
         try:
             self._loss_scale.finish(
@@ -265,6 +276,8 @@ class Scaler(LossScaleOwner):
                 culprits=shown.culprits,
                 micro_batch=bad_losses[0] if named else None,
                 notes=tuple(notes),
+                held=held,
+                largest=FP16.max,
                 lr=learning_rate(self.trainer.optimizer),
             )
         finally:

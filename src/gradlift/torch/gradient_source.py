@@ -152,6 +152,15 @@ class GradientSource:
         """What the step moves, in the order of the parameters."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def out_of_range(self) -> Any:
+        """Did a 16-bit weight stay at its format's largest number in the last step, since its
+        master lies beyond? A tensor on a device."""
+        return False
+
+    def at_limit(self) -> list[Tensor]:
+        """The parameters with such weights."""
+        return []
+
 
 class PlainGradients(GradientSource):
     """The gradients of an optimizer that steps its parameters themselves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -73,6 +73,13 @@ def culprits(params: Iterable[Tensor], names: dict[int, str]) -> tuple[Culprit, 
     """The parameters with non-finite gradients, in reverse order: backward reached them first."""
     bad = [(p, kind_of(p.grad)) for p in params if p.grad is not None]
     return _label([(p, kind) for p, kind in bad if kind], names)
+
+
+def nonfinite_weights(weights: list[Tensor], params: list[Tensor], names: dict[int, str]) -> Any:
+    """Parameters whose weights are not finite, in order; only looked at when a step went wrong."""
+    kinds = [kind_of(w.detach()) for w in weights]
+    bad = [(p, kind) for p, kind in zip(params, kinds) if kind]
+    return _label(bad, names)[::-1]
 
 
 def culprits_by_peak(

@@ -6,9 +6,11 @@ from .overflow import culprit, exploding, floor, overflows, start, thrash
 from .ranks import ranks
 from .settings import lr_moved, odd_scale
 from .underflow import conservative, dead_layer, underflow
+from .weights import weight_range, weights_nonfinite
 
 CHECKS: tuple[Check, ...] = (
     ranks,
+    weights_nonfinite,
     forward_nan,
     floor,
     exploding,
@@ -19,6 +21,7 @@ CHECKS: tuple[Check, ...] = (
     dead_layer,
     underflow,
     half_loss,
+    weight_range,
     lr_moved,
     conservative,
     odd_scale,
@@ -26,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
 """Within one severity findings have this order: causes before their consequences."""
 
 EXPLAINS: dict[str, tuple[str, ...]] = {
+    "weights-nonfinite": ("forward-nan", "floor", "thrash", "culprit", "overflows"),
     "floor": ("start", "thrash", "culprit", "overflows"),
     "exploding": ("thrash", "culprit", "overflows"),
     "thrash": ("culprit", "overflows"),

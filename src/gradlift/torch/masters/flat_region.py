@@ -7,6 +7,7 @@ cache while they are converted, stepped and rounded back.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +23,11 @@ from ..scaler.finite_check import flat
 from .gradients import SHARED, RegionGradients, flat_like, shaped
 from .rounding import ROUNDINGS, FullMasters, Noise, NoiseSeed
 
+BITS = 2  # a room for 16-bit integers; 0 is for weights, 1 for gradients
 SMALL = 2**15  # elements: where one more tensor costs about as much as gathering its gradient
 _PIECE = {"cpu": 2**18}  # elements: a piece and its state fit a core's cache
 _PIECE_ELSEWHERE = 2**25  # bounds the float32 scratch; launches matter more than caches
+INFINITE = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}  # the bits of inf
 COUNTERS = {"step", "mu_product", "eta", "mu"}  # one number a parameter, in all of torch.optim
 
 
@@ -81,6 +84,8 @@ class Region:
         self.masters = self.keep.kept if isinstance(self.keep, FullMasters) else None
         self.transient = self.keep is not None and self.masters is None
         """Do float32 weights exist only while they are stepped?"""
+        self.out_of_range: bool | Tensor = False
+        """Since the last step began: did a 16-bit weight become infinite, and was put back?"""
         self.size = min(at, _PIECE.get(self.device.type, _PIECE_ELSEWHERE))
         self.rooms: dict[tuple[int, int], Tensor] = {}
         self.own: dict[int, Tensor] = {}
@@ -159,7 +164,7 @@ class Region:
         """Of a weight that was written: does what is kept still belong to it?"""
         a, b, model = self.range(i)
         if self.masters is not None:
-            return not _same_bits(self.masters[a:b].to(self.dtype), model)
+            return self.differs(self.masters[a:b].to(self.dtype), model)
         if self.marks.get(i) == _mark(model):  # loaded once more, the same
             return False
         return bool(self.keep.kept[a:b].any())  # type: ignore[union-attr]
@@ -172,8 +177,15 @@ class Region:
         if self.own:
             own = [w[7919 * i % w.numel()].view(1) for i, w in self.own.items()]
             small = torch.cat([small, *own])
-        masters = self.masters.index_select(0, self.places).to(self.dtype)
-        return not _same_bits(masters, small)
+        return self.differs(self.masters.index_select(0, self.places).to(self.dtype), small)
+
+    def differs(self, rounded: Tensor, model: Tensor) -> bool:
+        """Are these masters, just rounded, not the model's weights?"""
+        if torch.equal(rounded.view(torch.int16), model.view(torch.int16)):
+            return False
+        most = torch.finfo(self.dtype).max
+        rounded.nan_to_num_(nan=math.nan, posinf=most, neginf=-most)  # as `contain` does
+        return not ((rounded == model) | (rounded.isnan() & model.isnan())).all()
 
     def refresh(self, weights: list[Tensor] | None = None) -> None:
         """Takes the model's weights as they are now, or `weights`, in the order of `params`."""
@@ -186,9 +198,16 @@ class Region:
                     model.copy_(value)
                 else:
                     self.keep.put(a, b, model, value.float())
+                    self.contain(model)
             elif self.keep is not None:
                 self.keep.reset(a, b, model)
         self.versions = [p._version for p in self.params]
+
+    def reset(self, i: int) -> None:
+        """One parameter's float32 weights are the model's."""
+        if self.keep is not None:
+            self.keep.reset(*self.range(i))
+            self.versions[i] = self.params[i]._version
 
     def stepped(self) -> None:
         """After a step: the weights' version counters go up, and no gradient is held."""
@@ -227,6 +246,7 @@ class Region:
             return
         a, b, model = self.range(i)
         self.keep.put(a, b, model, flat_like(master, self.params[i]))
+        self.contain(model)
         self.versions[i] = self.params[i]._version
         self.marks[i] = _mark(model)
 
@@ -339,10 +359,35 @@ class Region:
         if self.keep is None:
             return
         weights = piece.weight if self.elementwise else flat(piece.weight.data)
+        model = self.model(piece)
         if self.transient:
-            self.keep.put(piece.start, piece.stop, self.model(piece), weights)
+            self.keep.put(piece.start, piece.stop, model, weights)
         else:
-            self.model(piece).copy_(weights)
+            model.copy_(weights)
+        self.contain(model)
+
+    def contain(self, model: Tensor) -> None:
+        """16-bit weights that became infinite stay at their format's largest number; then
+        `out_of_range` is set. A host reads whether there are any, and writes only then."""
+        most = torch.finfo(self.dtype).max
+        for part in model.split(self.size):
+            n = part.numel()
+            if self.device.type == "cpu":
+                if (BITS, n) not in self.rooms:  # where the gradient was
+                    self.rooms[BITS, n] = self.room32(1, n, False).view(torch.int16)[:n]
+                # Without their signs the bits are in the order of the numbers, NaN above all.
+                bits = torch.bitwise_and(part.view(torch.int16), 0x7FFF, out=self.rooms[BITS, n])
+                if bits.amax().item() < INFINITE[self.dtype] or not part.isinf().any():
+                    continue
+                self.out_of_range = True
+            else:
+                self.out_of_range = part.isinf().any() | self.out_of_range
+            part.nan_to_num_(nan=math.nan, posinf=most, neginf=-most)
+
+    def at_limit(self) -> list[Tensor]:
+        """Parameters with a weight at their format's largest number."""
+        most = torch.finfo(self.dtype).max
+        return [p for i, p in enumerate(self.params) if (self.range(i)[2].abs() == most).any()]
 
     def room32(self, which: int, n: int, alone: bool) -> Tensor:
         """Room for n float32 numbers; the same one every time unless it must be had `alone`."""
@@ -491,12 +536,6 @@ def shares(p: Tensor) -> bool:
     if not 0 < p.numel() <= SMALL or not p.is_contiguous():
         return False
     return p.untyped_storage().nbytes() == p.numel() * p.element_size()
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if torch.equal(a.view(torch.int16), b.view(torch.int16)):
-        return True
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())  # one NaN is like another
 
 
 def _mark(weights: Tensor) -> int:

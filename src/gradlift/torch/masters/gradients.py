@@ -41,11 +41,13 @@ class MasterGradients(GradientSource):
         optimizer._take()
         self.params, self.held, self.elements = [], [], []
         for g, places in enumerate(optimizer._places):
-            plain = [p for p in places.plain if p.grad is not None]
-            grads: list[Any] = [p.grad for p in plain]
-            self.params += plain
-            self.held += grads
-            self.elements += grads
+            grads: list[Any]
+            if places.plain:
+                plain = [p for p in places.plain if p.grad is not None]
+                grads = [p.grad for p in plain]
+                self.params += plain
+                self.held += grads
+                self.elements += grads
             for region in optimizer._regions:
                 if region.group == g and region.keep is not None:
                     params, grads, sources = region.gradients.found()
@@ -118,6 +120,12 @@ class MasterGradients(GradientSource):
 
     def weights(self) -> list[Tensor]:
         return self.optimizer.masters
+
+    def out_of_range(self) -> Any:
+        return self.optimizer.out_of_range
+
+    def at_limit(self) -> list[Tensor]:
+        return self.optimizer.at_limit()
 
 
 class Taken(NamedTuple):

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import MisuseError, SettingsError, StateError
+from ...errors import MisuseError, SettingsError, StateError, warn
+from ...journal import recorder
 from ..gradient_source import multiply
 from ..names import name_of
 from .flat_region import Piece, PieceByPiece, Region, shares
 from .gradients import MasterGradients, refuse_sparse, shaped
 from .inner_optimizer import in_float32, made, refuse, refuse_references
 from .rounding import BITS16, ROUNDINGS, NoiseSeed
-from .saved_state import SCHEMA, StateByParameter, check, own_part, shadow
+from .saved_state import (
+    SCHEMA,
+    StateByParameter,
+    check,
+    check_groups,
+    first_nonfinite,
+    nonfinite,
+    own_part,
+    shadow,
+)
 
 # Each element is stepped by itself, so it does not matter which parameter it belongs to. Others
 # (Muon, Adafactor, LBFGS, a subclass that may do anything) are given every parameter in its shape.
@@ -89,6 +99,7 @@ class MasterWeights(Optimizer):
         self.update = update
         self._seed = NoiseSeed(seed)
         self._just_taken = False  # MasterGradients sets it for the step after `find`
+        self.out_of_range: bool | Tensor = False
         super().__init__(taken.param_groups, taken.defaults)
         self._begin(type(taken), vars(taken))
         self._taken_over: Optimizer | None = taken
@@ -238,6 +249,7 @@ class MasterWeights(Optimizer):
                 self._take()
             for region in self._regions:
                 region.check()
+                region.out_of_range = False
             try:
                 if closure is not None and not self._elementwise:
                     loss = self._step(None, False, self._up_to_date(closure))
@@ -257,9 +269,20 @@ class MasterWeights(Optimizer):
         for ours, theirs in zip(self.param_groups, inner.param_groups):
             ours.update({k: v for k, v in theirs.items() if k != "params"})
         self._seed.step += 1
+        self.out_of_range = False
         for region in self._regions:
             region.stepped()
+            if region.out_of_range is not False:
+                self.out_of_range = region.out_of_range | self.out_of_range
+        if self.out_of_range is True and not recorder.depth:  # a scaler's result says so else
+            names = ", ".join(name_of(p) for p in self.at_limit()[:3])
+            warn(f"masters left the range of their 16-bit weights, which stay at its end: {names}")
         return loss
+
+    def at_limit(self) -> list[Tensor]:
+        """Parameters with a 16-bit weight at its format's largest number."""
+        narrow = (region for region in self._regions if region.keep is not None)
+        return [p for region in narrow for p in region.at_limit()]
 
     def _must_know(self, found_inf: Tensor, fused: bool) -> bool:
         """Is the verdict needed before the step? On a device that means waiting for it."""
@@ -427,8 +450,12 @@ class MasterWeights(Optimizer):
         saved["gradlift"] = {**own, "apart": apart, "leads": leads}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this or a plain optimizer saved; damage is refused and changes nothing."""
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Loads what this or a plain optimizer saved; damage is refused and changes nothing.
+
+        A NaN or inf in a master or a moment is damage. Without `strict` such a parameter begins
+        anew: its master is the model's weight, its moments are empty; a warning names it.
+        """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -442,6 +469,12 @@ class MasterWeights(Optimizer):
         stand_ins = [p for group in plain.param_groups for p in group["params"]]
         entries = {p: plain.state.get(s, {}) for p, s in zip(params, stand_ins)}
         extras = {p: apart.get(i, {}) for i, p in enumerate(params)}
+        check_groups(plain.param_groups)
+        anew = []
+        if not strict:
+            anew = [p for p in params if nonfinite(entries[p]) or nonfinite(extras[p])]
+            for p in anew:
+                entries[p], extras[p] = {}, {}
         check(self, entries, extras)
         for ours, theirs in zip(self.param_groups, plain.param_groups):
             keep = ("params", *_OURS)
@@ -451,6 +484,14 @@ class MasterWeights(Optimizer):
             {k: v for k, v in plain.state.items() if not isinstance(k, Tensor)}
         )
         vars(self._seed).update(seed)
+        for p in anew:
+            if p in self._home:
+                region, i = self._home[p]
+                with torch.no_grad():
+                    region.reset(i)
+        if anew:
+            names = ", ".join(name_of(p) for p in anew[:5])
+            warn(f"the state of {names} was not finite: it begins anew from the model's weights")
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -489,6 +530,7 @@ class MasterWeights(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.update, self._seed, self._just_taken = state["update"], NoiseSeed(0), False
+        self.out_of_range = False
         super().__setstate__({k: state[k] for k in ("defaults", "param_groups")})
         self._taken_over = None
         for p in self._all():  # a copy's parameters need not share memory any more
@@ -515,6 +557,8 @@ def _check_weights(weights: list[Any], params: list[Tensor]) -> None:
     if len(weights) != len(params):
         raise StateError(f"refresh() got {len(weights)} weights for {len(params)} parameters")
     for w, p in zip(weights, params):
+        if isinstance(w, Tensor) and (bad := first_nonfinite(w)):
+            raise StateError(f"refresh() got weights for {name_of(p)} of which one is {bad}")
         if not isinstance(w, Tensor) or w.shape != p.shape:
             shape = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__
             raise StateError(f"refresh() got {shape} for {name_of(p)}, of shape {tuple(p.shape)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,54 @@ def _stand_in(p: Tensor) -> Tensor:
     return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
 
 
+def nonfinite(entry: Any) -> str:
+    """Where a parameter's state first has inf or NaN: "'exp_avg' is nan at [0, 3]"; "" if nowhere.
+
+    >>> nonfinite({"exp_avg": torch.tensor([1.0, float("nan")])})
+    "'exp_avg' is nan at [1]"
+    """
+    for key, value in entry.items() if isinstance(entry, dict) else ():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            found = first_nonfinite(value)
+            if found:
+                return f"{key!r} is {found}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            return f"{key!r} is {value}"
+    return ""
+
+
+def first_nonfinite(value: Tensor) -> str:
+    """
+    >>> first_nonfinite(torch.tensor([[1.0], [float("inf")]]))
+    'inf at [1, 0]'
+    """
+    finite = value.isfinite()
+    if finite.all():
+        return ""
+    at = (~finite).nonzero()[0].tolist()
+    return f"{value[tuple(at)].item()} at {at}"
+
+
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """A NaN among an optimizer's settings would be in every weight after one step."""
+    for i, group in enumerate(groups):
+        for name, value in group.items():
+            for v in value if isinstance(value, (tuple, list)) else (value,):
+                number = v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
+                if isinstance(number, float) and math.isnan(number):
+                    raise StateError(f"{name} of parameter group {i} is nan: this state is damaged")
+
+
 def check(owner: MasterWeights, entries: dict[Tensor, Any], extras: dict[Tensor, Any]) -> None:
     """Is this what the optimizer would have saved of these parameters?"""
+    for p in owner._all():
+        bad = nonfinite(entries[p]) or nonfinite(extras[p])
+        if bad:
+            raise StateError(
+                f"the state {bad} of {name_of(p)}: it would be in the weights after one step. "
+                "Load an earlier checkpoint, or load this one with strict=False: parameters with "
+                "such a state then begin anew from the model's weights"
+            )
     for p in owner._all():
         for entry in (entries[p], extras[p]):
             if not isinstance(entry, dict):

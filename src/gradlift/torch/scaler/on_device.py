@@ -7,6 +7,7 @@ tensors against the scale in numbers.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from ...core import Cause, Culprit, Finished, clip_coefficient, decide
 from ...reading import Reading
 from ...rules import ScaleState
+from ..gradient_source import gradients_of
 from ..names import culprits_by_peak, with_first
 from ..ranks.agreement import CLIPS, NOT_TAKEN, Agreed, RankRow, agree, packed
 from ..ranks.group import SAME
 from ..ranks.sharding import value_of
 from .finite_check import Inspection, device_look, not_finite
+from .weights import about_weights
 from .window import APPLIED, MicroBatch, Window, first_bad, shown
 
 if TYPE_CHECKING:
@@ -248,6 +251,10 @@ class OnDevice:
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
         seen = [reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.norm]
         known_to_ranks = [window.loss_known, window.first_culprit]
+        source = window.source
+        out = source.out_of_range() if source.gathered else False
+        out_at = transfer.add([out]) if isinstance(out, Tensor) else None
+        optimizer_of = weakref.ref(source.optimizer)
         where = transfer.add([*held, *seen, *known_to_ranks, *(m.bad for m in micro)])
 
         def read() -> Finished:
@@ -261,7 +268,7 @@ class OnDevice:
             blamed: tuple[Culprit, ...] = ()
             for look in looks if shown.nonfinite else ():  # a later one if the first found none
                 blamed = blamed or culprits_by_peak(params, look, names)
-            return finished._replace(
+            done = finished._replace(
                 before=before,
                 next_scale=used,
                 reading=shown._replace(norm=math.nan if shown.nonfinite else norm),
@@ -269,6 +276,11 @@ class OnDevice:
                 culprits=with_first(blamed, int(first), group, names),
                 micro_batch=None if cause in APPLIED else first_bad(values[9:], dropped),
             )
+            optimizer = optimizer_of()
+            held = out is True or (out_at is not None and transfer.values(out_at)[0] > 0)
+            if optimizer is not None and (held or cause not in APPLIED):
+                done = about_weights(done, gradients_of(optimizer), names)
+            return done
 
         return read
 

@@ -43,6 +43,7 @@ from .on_host import OnHost
 from .retrying import Parameters
 from .settings import ScalerSettings
 from .statistics import statistics
+from .weights import about_weights
 from .window import APPLIED, MicroBatch, Window, first_bad, shown
 
 _SMALLEST_FACTOR = FP32.smallest_normal
@@ -419,8 +420,8 @@ class Scale:
                 except Exception as error:
                     add_note(error, _half_way(source))
                     raise
-        which = None
-        if not home.late and cause not in APPLIED:
+        which, failed = None, not home.late and cause not in APPLIED
+        if failed:
             which = first_bad([m.bad for m in self.micro], self.dropped)
         finished = Finished(
             self.steps,
@@ -437,6 +438,8 @@ class Scale:
         window.finished = finished
         if home.late:
             window.finished = home.later(finished, window, settings, self.micro, self.dropped)
+        elif failed or (source.gathered and source.out_of_range()):
+            window.finished = about_weights(finished, source, settings.names)
         return value
 
     def _folded(self, window: Window, reading: Reading, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from ..gradient_source import GradientSource
 from ..ranks.group import ALONE, RankGroup
 from .finite_check import Inspection
 
-APPLIED = (Cause.NONE, Cause.NO_GRADIENTS)
+APPLIED = (Cause.NONE, Cause.NO_GRADIENTS, Cause.WEIGHT_RANGE)
 """Causes of a step that nothing went wrong in."""
 
 
