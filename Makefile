@@ -1,6 +1,7 @@
 # make run    set up what is needed, then show the main job
 # make test   set up every framework, then run every test
-# make lint   format, lint, types       make bench   measure        make clean   remove .venv, .venv-mxnet
+# make lint   format, lint, types       make prove   proofs of the rules
+# make bench  measure                   make clean   remove .venv, .venv-mxnet
 
 PYTHON ?= python3
 VENV   := .venv
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
-.PHONY: run test lint bench docs clean always
+.PHONY: run test lint prove bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
@@ -52,6 +53,10 @@ lint: $(VENV)/.test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+# What the rules promise, proved by z3 from their own source; faulty rules must be refuted.
+prove: $(VENV)/.test
+	@$(BIN)/python -m proofs.prove --mutants
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py

@@ -186,11 +186,14 @@ _made: dict[str, Arrays] = {}
 
 
 def namespace(xp: Any = None) -> Any:
-    """The namespace for `xp`: None (Python numbers), numpy, torch, jax.numpy or keras.ops."""
+    """The namespace for `xp`: None (Python numbers), numpy, torch, jax.numpy or keras.ops; an
+    object with these ten functions is one itself."""
     if xp is None:
         return _SCALARS
     name = getattr(xp, "__name__", repr(xp)).replace("keras.api.", "keras.")
     if name not in _made:
+        if hasattr(xp, "pow2"):
+            return xp
         if name not in _KINDS:
             raise SettingsError(
                 f"xp={name} is not known; pass one of the modules {', '.join(_KINDS)}, "

@@ -62,7 +62,7 @@ FACTS = {
 NORM = math.sqrt(0.640625)  # of UNIT
 BOTH = {"a": np.float32([0.5, np.nan, 0, 0]), "b": np.float32([0.25, np.inf])}
 TINY = {n: np.float32(g * 2.0**-12) for n, g in UNIT.items()}
-LARGE = {"a": np.float32([0.5, 0.5, 0.5, 2.0**20]), "b": np.float32([0.25, 0.5])}
+LARGE = {"a": np.float32([0.5, 0.5, 0.5, 2.0**15]), "b": np.float32([0.25, 0.5])}
 RULE = "backoff:init_scale=16,growth_interval=2,min_scale=4"
 LOW = "backoff:init_scale=16,min_scale=8"
 CAUTIOUS = "headroom:margin_bits=2,hold_bits=4,leak=256,explore=24"
@@ -390,14 +390,14 @@ STORIES = {
         "auto",
         [train(LARGE, 2), train(UNIT, 2)],
         [
-            applied(2.0**-8, 2.0**-6, 2.0**12, 2.0**20, retries=2),
-            applied(2.0**-6, 2.0**-2, 2.0**-7),
+            applied(2.0**-8, 2.0**-1, 2.0**7, 2.0**15, retries=2),
+            applied(2.0**-1, 2.0**2, 2.0**-2),
         ],
         [
             event(0, "retry", "OVERFLOW", 2.0**16, 2.0**8, "a (inf)"),
             event(0, "retry", "OVERFLOW", 2.0**8, 2.0**-8, "a (inf)"),
         ],
-        saved_auto(2.0**-2, 2, level=997376, spread=65440, sharp=True),
+        saved_auto(2.0**2, 2, level=751616, spread=65440, sharp=True),
         header="headroom",
         needs=("retries",),
     ),

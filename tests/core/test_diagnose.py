@@ -101,7 +101,7 @@ def test_a_dynamic_scale_at_work_is_healthy(rule):
 
 def test_every_check_has_a_kind_of_its_own():
     names = [check.__name__.replace("_", "-") for check in CHECKS]
-    assert len(set(names)) == len(names) == 14
+    assert len(set(names)) == len(names) == 16
 
 
 # overflows
@@ -538,5 +538,5 @@ def test_weights_at_the_end_of_their_range():
     held = Step(0, 8.0, 8.0, amax=1000.0, norm=1.0, cause=Cause.WEIGHT_RANGE, culprits=("b", "a"))
     finding = only(Run(steps=numbered([*clean(50, 8.0), held, held, *clean(50, 8.0)])))
     assert (finding.kind, finding.severity) == ("weight-range", "warning")
-    assert (finding.steps, finding.layers) == ((50, 51), ("b",))
+    assert (finding.steps, finding.parameters) == ((50, 51), ("b",))
     assert "In 2 steps of 102" in finding.evidence

@@ -16,7 +16,8 @@ from gradlift.analysis.findings import CHECKS
 from gradlift.analysis.static_scale import find_scale
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-KINDS = [check.__name__ for check in CHECKS]
+# Weights leave their range only where somebody holds them there: tests/torch/test_masters.py.
+KINDS = [check.__name__ for check in CHECKS if check.__name__ != "weight_range"]
 HEALTHY = ["mlp", "transformer", "conv", "two_optimizers", "accumulation"]
 AT_A_TIME = 2
 

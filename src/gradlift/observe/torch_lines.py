@@ -24,13 +24,14 @@ from ..core import (
     loss_blamed,
     loss_level,
     result_of,
+    weights_nonfinite,
 )
 from ..errors import SettingsError
 from ..journal import Channel
 from ..reading import Reading
 from ..rules import Backoff, Rule, ScaleState, preset
 from ..rules.base import is_power_of_two
-from ..torch.names import culprits_by_peak
+from ..torch.names import culprits_by_peak, nonfinite_weights
 from ..torch.ranks.agreement import world_size
 from ..torch.scaler.finite_check import Inspection
 
@@ -156,6 +157,11 @@ class Line:
             checked=checked,
             norm=math.sqrt(squares) / scale if scale and checked else math.nan,
         )
+        notes = [HALF_LOSS] if losses.half and self.has_scaler else []
+        if nonfinite or level:
+            looks = (nonfinite_weights(s.params, s.params, s.names) for s in window)
+            weights = [bad for look in looks for bad in look]
+            notes += [weights_nonfinite(weights)] if weights else []
         rule = self.channel.rule
         known = bool(values) and losses.known and world_size(None) <= 1
         before = ScaleState(scale)
@@ -168,7 +174,7 @@ class Line:
             cause,
             loss=sum(values) if values else math.nan,
             culprits=tuple(blamed) if nonfinite else (),
-            notes=(HALF_LOSS,) if losses.half and self.has_scaler else (),
+            notes=tuple(notes),
             lr=window[0].lr,
         )
         skipped = found_inf or not checked

@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..errors import MisuseError, warn
 from ..journal import recorder
@@ -47,6 +49,10 @@ class GradientSource:
         """`.grad` of each when it was looked at."""
         self.elements: list[Tensor] = []
         """Tensors that hold all elements, to look at."""
+        self.hooked: bool | None = None
+        """Has the optimizer hooks that may change gradients? None: nobody has looked."""
+        self.after_hooks: Callable[[], None] | None = None
+        """Called inside the optimizer's step, after the hooks of others."""
         self.noted: dict[int, int] | None = None
         """id -> version of each gradient when `note` was called."""
 
@@ -126,11 +132,14 @@ class GradientSource:
             optimizer.grad_scale = grad_scale if theirs is None else grad_scale * theirs
         if found_inf is not None:
             optimizer.found_inf = found_inf
+        last_hook = None if self.after_hooks is None else self._last_hook(self.after_hooks)
         recorder.depth += 1
         try:
             return optimizer.step(*args, **kwargs)
         finally:
             recorder.depth -= 1
+            if last_hook is not None:
+                last_hook.remove()
             for name in ("grad_scale", "found_inf"):
                 if name in vars(optimizer):
                     delattr(optimizer, name)
@@ -140,13 +149,31 @@ class GradientSource:
         self.multiply(factor)
         return self.plain_step(*args, **kwargs)
 
+    def has_hooks(self) -> bool:
+        """Can a hook change gradients at the beginning of step()? One with the attribute
+        `gradlift_reads_only = True` does not."""
+        own = getattr(self.optimizer, "_optimizer_step_pre_hooks", None)
+        if own is None:  # no torch.optim.Optimizer: it calls none
+            return False
+        for hook in (*own.values(), *_global_optimizer_pre_hooks.values()):
+            if not getattr(hook, "gradlift_reads_only", False):
+                return True
+        return False
+
     def plain_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step; hooks that record optimizers are silent meanwhile."""
+        last_hook = None if self.after_hooks is None else self._last_hook(self.after_hooks)
         recorder.depth += 1
         try:
             return self.optimizer.step(*args, **kwargs)
         finally:
             recorder.depth -= 1
+            if last_hook is not None:
+                last_hook.remove()
+
+    def _last_hook(self, call: Callable[[], None]) -> Any:
+        self.note()
+        return self.optimizer.register_step_pre_hook(lambda *_: call())
 
     def weights(self) -> list[Tensor]:
         """What the step moves, in the order of the parameters."""
@@ -207,6 +234,13 @@ class PlainGradients(GradientSource):
         return params, grads, elements
 
     def check_settings(self) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(set(map(id, params))) < len(params):
+            twice = next(p for i, p in enumerate(params) if any(q is p for q in params[:i]))
+            raise MisuseError(
+                f"{name_of(twice)} is in this optimizer twice, so its gradient would be unscaled "
+                "twice: keep it in one parameter group"
+            )
         if self.allow_fp16_params and hasattr(self.optimizer, "step"):
             refuse_vanishing(self.optimizer)
 
@@ -297,8 +331,14 @@ def _version(g: Tensor) -> int:
 
 
 def is_expanded(g: Tensor) -> bool:
-    """Many elements, one place in memory: it cannot be written."""
-    return 0 in g.stride() and g.numel() > 1
+    """More elements than places in memory: it cannot be written.
+
+    >>> is_expanded(torch.ones(1).expand(3)), is_expanded(torch.ones(3).as_strided((2, 2), (1, 1)))
+    (True, True)
+    """
+    if g.is_contiguous():
+        return False
+    return 1 + sum((n - 1) * s for n, s in zip(g.shape, g.stride())) < g.numel()
 
 
 def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) -> None:
@@ -309,6 +349,8 @@ def multiply(params: list[Tensor], grads: list[Tensor], factor: float | Tensor) 
         for i, (p, g) in enumerate(zip(params, grads)):
             if is_expanded(g):
                 p.grad = grads[i] = g.clone(memory_format=torch.contiguous_format)
+        if len(set(map(id, grads))) < len(grads):  # one tensor for two parameters: once
+            grads = list({id(g): g for g in grads}.values())
         if not isinstance(factor, Tensor):
             torch._foreach_mul_(grads, factor)
             return

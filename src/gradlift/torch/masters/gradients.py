@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ...errors import MisuseError
 from ..gradient_source import Found, GradientSource, is_expanded, multiply
@@ -92,15 +91,6 @@ class MasterGradients(GradientSource):
     def _stepped(self) -> Any:
         return self.optimizer._inner
 
-    def has_hooks(self) -> bool:
-        """Can a hook change gradients at the beginning of step()? One with the attribute
-        `gradlift_reads_only = True` does not."""
-        own = self.optimizer._optimizer_step_pre_hooks
-        for hook in (*own.values(), *_global_optimizer_pre_hooks.values()):
-            if not getattr(hook, "gradlift_reads_only", False):
-                return True
-        return False
-
     def step(
         self,
         grad_scale: float | Tensor,
@@ -109,7 +99,8 @@ class MasterGradients(GradientSource):
         just_read: bool = False,
         **kwargs: Any,
     ) -> Any:
-        self.optimizer._just_taken = just_read and not self.has_hooks()
+        hooked = self.has_hooks() if self.hooked is None else self.hooked
+        self.optimizer._just_taken = just_read and not hooked
         try:
             return super().step(grad_scale, found_inf, *args, **kwargs)
         finally:

@@ -61,11 +61,13 @@ def load(scaler: GradScaler, data: Any) -> None:
         scaler._sharpen()
         rule = scaler._rule
     scaler._arguments = [data[name] for name in saved_state.FACTORS]
+    stale = any(scale.calls or scale.windows for scale in scaler._scales.values())
     scaler._scales = {None: scaler._scales[None]}
     scaler._use_rule(rule)
     for key, (state, steps, skipped) in states.items():
         scale = scaler._scale_of(key)
         scale.clear()  # gradients made at another scale are of no use any more
+        scale.stale = stale
         scale.put(state)
         scale.steps, scale.home.skipped = steps, skipped
     scaler._settings.channel.events.clear()

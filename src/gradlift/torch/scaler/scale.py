@@ -8,6 +8,7 @@ Flags and numbers are theirs; the functions of a namespace take both.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from ...core import (
     decide,
     moved,
 )
-from ...errors import MisuseError, add_note
+from ...errors import MisuseError, SettingsError, add_note
 from ...formats import FP32
 from ...namespace import namespace
 from ...reading import NAN, Reading
@@ -49,6 +50,10 @@ from .window import APPLIED, MicroBatch, Window, first_bad, shown
 _SMALLEST_FACTOR = FP32.smallest_normal
 
 
+class ChangedByHook(Exception):
+    """Leaves an optimizer's step in which a hook has made a gradient non-finite."""
+
+
 class Scale:
     """A rule's state, the losses of the current window, and one `Window` an optimizer."""
 
@@ -63,6 +68,8 @@ class Scale:
         """Reads a window of a device, which is concluded one step later."""
         self.full = FullPrecision()
         self.learned = False
+        self.stale = False
+        """Was a state loaded in mid-window, so that gradients may carry another scale?"""
         self.clear()
 
     def clear(self) -> None:
@@ -111,6 +118,7 @@ class Scale:
             self.ceiling = HALF_LOSS_CEILING
             if not self.calls:
                 self.home.cap(self.ceiling)
+        self.stale = False
         value, nonfinite = self.home.flag(loss, self.settings.recorded)
         self.loss_bad = self.loss_bad or nonfinite is not False
         self.loss = self.loss + value
@@ -197,6 +205,11 @@ class Scale:
         """Looks at an optimizer's gradients: once a window, and again at those that changed."""
         window = self.windows.get(id(optimizer))
         first = window is None
+        if self.stale:
+            raise MisuseError(
+                "load_state_dict() came between scale() and step(), so these gradients carry a "
+                "scale that is not known any more: call zero_grad() and compute the batch again"
+            )
         if window is not None:
             if window.calls != self.calls:
                 raise MisuseError(
@@ -221,12 +234,27 @@ class Scale:
                     self._take_norm(window)
                 return window
         window = self._gather(optimizer, window)
+        if self.windows:
+            self._refuse_shared(window)
         self._read(window, norm)
         window.calls, window.fresh = self.calls, True
         self.windows[id(optimizer)] = window
         if first and self.settings.recorded and window.source.elements:
             self._describe(window)
         return window
+
+    def _refuse_shared(self, window: Window) -> None:
+        """A gradient that another optimizer of this window has unscaled, or will."""
+        mine = {id(p): p for p in window.source.params}
+        for other in self.windows.values():
+            shared = mine.keys() & {id(p) for p in other.source.params}
+            if other is not window and shared:
+                name = name_of(mine[shared.pop()], self.settings.names)
+                raise MisuseError(
+                    f"{name} is in two optimizers that step in one window, so its gradient would "
+                    "be unscaled twice: keep it in one of them, or call update() in between and "
+                    "compute the gradients again"
+                )
 
     def _gather(self, optimizer: Any, window: Window | None) -> Window:
         first = optimizer not in self.groups
@@ -353,6 +381,16 @@ class Scale:
         bad = namespace(self.home.xp).or_(reading.nonfinite, bad)
         window.reading = reading._replace(nonfinite=bad, checked=True)
 
+    def _after_hooks(self, window: Window) -> None:
+        """Inside optimizer.step(), after the hooks of others: they may have changed gradients."""
+        if window.source.changed():
+            self._look_again(window)
+            if window.source.gathered:
+                window.source.optimizer._just_taken = True
+            if window.reading is not None and bool(window.reading.nonfinite):
+                window.changed_by_hook = True
+                raise ChangedByHook
+
     def _take_norm(self, window: Window) -> None:
         """The norm of gradients that were unscaled before somebody asked for it."""
         assert window.reading is not None
@@ -399,9 +437,20 @@ class Scale:
             window.reading = Reading(nonfinite=False, amax=0.0, checked=False)
         assert window.reading is not None
         reading, value, cause = window.reading, None, None
-        waits = retries_left or done or "grad_scaler" in kwargs
+        if not done:
+            for group in source.optimizer.param_groups:
+                lr = group.get("lr")
+                if type(lr) is float and lr - lr != 0:
+                    raise SettingsError(f"the learning rate is {lr}: nothing was written")
+            source.hooked = source.has_hooks()
+            if source.hooked:
+                source.after_hooks = functools.partial(self._after_hooks, window)
+        waits = retries_left or done or "grad_scaler" in kwargs or window.changed_by_hook
         if home.late and not waits and source.elements and source.folds and not source.must_know:
-            value = self._folded(window, reading, args, kwargs)
+            try:
+                value = self._folded(window, reading, args, kwargs)
+            except ChangedByHook:
+                return self.finish(window, call, retries=retries)
         else:
             seen, state, known = reading, home.state, window.loss_known
             if home.late:
@@ -417,6 +466,10 @@ class Scale:
             if window.verdict is Verdict.APPLY and not done:
                 try:
                     value = self._apply(window, args, kwargs)
+                except ChangedByHook:  # before anything was written: decided anew
+                    return self.finish(window, call, retries_left=retries_left, retries=retries)
+                except MisuseError:
+                    raise
                 except Exception as error:
                     add_note(error, _half_way(source))
                     raise

@@ -56,6 +56,8 @@ class Window:
     """The clip coefficient that `step` has still to apply."""
     deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """What `step` was called with, where `update` is to carry it out."""
+    changed_by_hook: bool = False
+    """A hook inside optimizer.step() made a gradient non-finite; nothing was written."""
     verdict: Verdict | None = None
     """None before `step`, and after it where only a device knows."""
     finished: Finished | Callable[[], Finished] | None = None

@@ -1,0 +1,1 @@
+"""Proofs of the rules, by z3: `make prove`."""
