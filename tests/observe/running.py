@@ -1,6 +1,7 @@
 """Scripts in processes of their own: plain, and under `gradlift run`."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,17 @@ def ended(process):
 
 def gradlift(*words, cwd, by=GRADLIFT):
     return ended(start(*words, cwd=cwd, by=by))
+
+
+def torchrun(*words, cwd):
+    """A job of several ranks. Whatever the script, torch's own threads now and then abort an
+    interpreter that is ending: such a job is started again."""
+    for _ in range(3):
+        done = ended(start(*words, cwd=cwd, by=TORCHRUN))
+        if "terminate called without an active exception" not in done.err:
+            break
+        shutil.rmtree(cwd / "gradlift-runs", ignore_errors=True)
+    return done
 
 
 def recorded(folder):

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from observe.running import PYTHON, SCRIPTS, SMALL, TORCHRUN, gradlift, recorded, start
+from observe.running import PYTHON, SCRIPTS, SMALL, TORCHRUN, gradlift, recorded, start, torchrun
 
 from gradlift import Cause, Verdict, read_journal
 
@@ -348,11 +348,10 @@ print(type(scaler).__name__, scaler.get_scale())
 
 
 def test_under_torchrun_rank_0_records_and_all_agree(tmp_path):
-    done = gradlift(
+    done = torchrun(
         *("--standalone", "--nproc-per-node=2", "-m", "gradlift", "run", "--every", 10),
         *(SCRIPTS / "gpt_loop.py", "--max-iters", 12),
         cwd=tmp_path,
-        by=TORCHRUN,
     )
     assert done.returncode == 0, done.err
     folder = recorded(tmp_path)

@@ -2,7 +2,7 @@
 run, to the bit; and the run is recorded."""
 
 import pytest
-from observe.running import END, PYTHON, TORCHRUN, ended, recorded, start
+from observe.running import END, PYTHON, ended, recorded, start, torchrun
 
 from gradlift import Cause, Verdict, read_journal
 
@@ -246,10 +246,10 @@ dist.destroy_process_group()
 """
     (tmp_path / "train.py").write_text(HEAD + END + ddp)
     launch = "--standalone", "--nproc-per-node=2"
-    plain = start(*launch, "train.py", "plain", cwd=tmp_path, by=TORCHRUN)
-    assert ended(plain).returncode == 0, plain.err
+    plain = torchrun(*launch, "train.py", "plain", cwd=tmp_path)
+    assert plain.returncode == 0, plain.err
     run = "-m", "gradlift", "run", "train.py", "run"
-    done = ended(start(*launch, *run, cwd=tmp_path, by=TORCHRUN))
+    done = torchrun(*launch, *run, cwd=tmp_path)
     assert done.returncode == 0, done.err
     for rank in "01":
         assert (tmp_path / f"run-{rank}").read_text() == (tmp_path / f"plain-{rank}").read_text()
