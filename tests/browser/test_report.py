@@ -226,7 +226,7 @@ def test_dark_mode_is_dark_and_paper_is_white(visit):
 
 
 @pytest.mark.parametrize("name", [HOSTILE, LINK], ids=["script", "link"])
-def test_a_hostile_name_is_inert(visit, name):
+def test_a_name_with_markup_is_shown_as_text(visit, name):
     bad = {"verdict": Verdict.SKIP, "cause": Cause.OVERFLOW, "nonfinite": True}
     shares = {**SHARES, "elements": 4, "exponents": {"-3": 4}}
     run = Run(

@@ -21,7 +21,7 @@ STEPS = 300
 
 
 def trace(seed=0):
-    """Readings with everything in them: tiny, huge, zero, unknown, dead losses, empty steps."""
+    """Readings of all kinds: tiny, huge, zero, unknown, non-finite losses, empty steps."""
     rng = np.random.default_rng(seed)
     for _ in range(STEPS):
         kind = rng.integers(12)

@@ -81,7 +81,7 @@ def test_nan_gradients_are_an_overflow(Driver):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_dead_loss_is_not_the_scales_fault(Driver, loss):
+def test_a_non_finite_loss_keeps_the_scale(Driver, loss):
     driver = Driver(rules.Backoff(init_scale=16, growth_interval=2))
     if not getattr(driver, "sees_loss", True):
         stepped, cause, scale, _ = driver.step(loss, NAN)

@@ -212,7 +212,7 @@ def test_one_parameter_that_leads():
     assert diagnose(led(9, 0, 30, name="")) == []  # nobody knows who it was
 
 
-def test_many_overflows_that_nobody_leads():
+def test_many_overflows_in_different_parameters():
     finding = only(led(3, 3, 15))
     assert (finding.kind, finding.severity) == ("overflows", "warning")
     assert "6 of 116 steps overflowed (5%), first in 4 parameters" in finding.evidence
@@ -258,26 +258,28 @@ def test_what_explains_another_finding_stands_for_it():
 # losses
 
 
-def test_a_loss_that_is_not_finite_is_never_blamed_on_the_scale():
-    dead = Step(0, 1024.0, 1024.0, nonfinite=True, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
-    once = Run(steps=numbered([*clean(50), dead, *clean(49)]))
+def test_the_scale_is_never_the_cause_of_a_non_finite_loss():
+    bad_loss = Step(
+        0, 1024.0, 1024.0, nonfinite=True, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE
+    )
+    once = Run(steps=numbered([*clean(50), bad_loss, *clean(49)]))
     finding = only(once)
     assert (finding.kind, finding.severity, finding.steps) == ("forward-nan", "warning", (50,))
     assert "1 step of 100, first at step 50 (loss nan); 1 of them were skipped" in finding.evidence
     assert "--trace-nan" in finding.advice
-    to_the_end = Run(steps=numbered(clean(97) + [dead] * 3))
+    to_the_end = Run(steps=numbered(clean(97) + [bad_loss] * 3))
     assert only(to_the_end).severity == "broken"
-    assert only(Run(steps=numbered(clean(98) + [dead] * 2))).severity == "warning"
-    assert only(Run(steps=numbered([dead] * 60 + clean(50)))).severity == "broken"  # most of it
-    assert kinds(Run(steps=numbered([dead] * 60))) == ["forward-nan"]  # no floor, no start
-    infinite = Run(steps=numbered([*clean(9), dead._replace(loss=math.inf), *clean(9)]))
+    assert only(Run(steps=numbered(clean(98) + [bad_loss] * 2))).severity == "warning"
+    assert only(Run(steps=numbered([bad_loss] * 60 + clean(50)))).severity == "broken"  # most of it
+    assert kinds(Run(steps=numbered([bad_loss] * 60))) == ["forward-nan"]  # no floor, no start
+    infinite = Run(steps=numbered([*clean(9), bad_loss._replace(loss=math.inf), *clean(9)]))
     assert "(loss inf)" in only(infinite).evidence
 
 
 def test_a_trace_names_the_module():
-    dead = Step(4, 8.0, 8.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
+    bad_loss = Step(4, 8.0, 8.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
     trace = Event(4, "trace", {"module": "blocks.3.norm", "found": "inf", "where": "forward"})
-    finding = only(Run(steps=[*clean(4), dead], events=[trace]))
+    finding = only(Run(steps=[*clean(4), bad_loss], events=[trace]))
     assert "blocks.3.norm (inf, forward, step 4)" in finding.evidence
     assert "in blocks.3.norm" in finding.advice
 
@@ -340,7 +342,7 @@ def test_a_dead_layer():
     assert "In 200 samples" in only(many).evidence
 
 
-def test_a_layer_that_was_flushed_wants_a_larger_scale():
+def test_a_layer_that_was_flushed_needs_a_larger_scale():
     tiny = gradient({-20: 50, -10: 50})
     run = sampled(clean(11), **{"a.weight": tiny, "b.weight": gradient({}, zeros=40)})
     finding = only(run)
@@ -522,11 +524,11 @@ def test_doctor_on_a_healthy_run_an_empty_one_and_none(tmp_path):
 
 
 def test_weights_that_are_not_finite_explain_the_rest():
-    dead = Step(
+    bad_loss = Step(
         0, 8.0, 8.0, nonfinite=True, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE, loss=math.nan
     )
     run = Run(
-        steps=numbered([dead] * 60),
+        steps=numbered([bad_loss] * 60),
         events=[Event(0, "note", {"code": "weights-nonfinite", "text": "the weight b holds nan"})],
     )
     finding = only(run)

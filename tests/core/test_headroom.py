@@ -205,7 +205,7 @@ def test_the_cautious_rule_remembers_the_spike():
     assert after[sharp][-1] - after[cautious][-1] >= 3
 
 
-def test_a_dead_loss_moves_nothing():
+def test_a_non_finite_loss_moves_nothing():
     rule = Headroom()
     _, _, state = closed_loop(rule, [0.0] * 20)
     for _ in range(200):
@@ -332,7 +332,7 @@ def test_text_form_of_all_settings():
     assert rules.parse(str(rule)) == rule
 
 
-def test_the_floor_is_told_and_a_retry_offered_above_it():
+def test_the_floor_is_a_cause_and_above_it_a_retry_is_offered():
     rule = Headroom(init_scale=4, min_scale=1)
     state = rule.init()
     assert decide(OVERFLOW, state, rule, retries_left=1) == (Verdict.RETRY, Cause.OVERFLOW)

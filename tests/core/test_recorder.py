@@ -115,7 +115,7 @@ def test_a_label_that_was_given(path, journal):
     assert "rule" not in run.header  # it is in a note of its own
 
 
-def test_an_event_is_in_the_journal_before_anybody_is_called(path, journal):
+def test_an_event_is_in_the_journal_before_callbacks_are_called(path, journal):
     seen = []
 
     def on_event(event):
@@ -136,7 +136,7 @@ def test_an_event_is_in_the_journal_before_anybody_is_called(path, journal):
     }
 
 
-def test_everybody_is_called_in_order():
+def test_callbacks_are_called_in_order():
     seen = []
     recorders = [Recorder(on_event=lambda e, i=i: seen.append((i, e.step))) for i in range(2)]
     told = Channel("mine", RULE, *recorders)
@@ -158,7 +158,7 @@ def test_a_note_for_the_whole_run_is_written_once(path, journal):
     assert notes == [(0, "half-loss"), (0, "left-out"), (1, "left-out")]
 
 
-def test_who_asked_for_samples_gets_them(tmp_path):
+def test_samples_go_to_the_journals_that_asked_for_them(tmp_path):
     with Journal(tmp_path / "a") as often, Journal(tmp_path / "b") as never:
         told = Channel("mine", RULE, Recorder(often, every=2), Recorder(never))
         assert [told.sample_due(n) for n in range(4)] == [True, False, True, False]

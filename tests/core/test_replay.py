@@ -13,14 +13,14 @@ from gradlift.core import decide
 from gradlift.journal import Run, Step
 
 
-def record(rule, peaks, dead=(), empty=()):
+def record(rule, peaks, bad_losses=(), empty=()):
     """A run as an adapter would record it, with real overflow."""
     rule = rules.parse(rule)
     state, steps = rule.init(), []
     for i, peak in enumerate(peaks):
         scaled = peak * state.scale
-        bad = scaled >= 65520 or i in dead
-        reading = Reading(bad, math.inf if bad else scaled, i in dead, checked=i not in empty)
+        bad = scaled >= 65520 or i in bad_losses
+        reading = Reading(bad, math.inf if bad else scaled, i in bad_losses, checked=i not in empty)
         verdict, cause = decide(reading, state, rule)
         after = rule.advance(state, reading)
         steps.append(
@@ -47,7 +47,7 @@ def noise(n, seed=0, centre=0.0):
     "rule", ["torch:growth_interval=20", "megatron:growth_interval=9", "auto:sharp", "mxnet"]
 )
 def test_the_same_rule_gives_the_same_run(rule):
-    run = record(rule, noise(2000), dead={5, 6, 700}, empty={9, 701})
+    run = record(rule, noise(2000), bad_losses={5, 6, 700}, empty={9, 701})
     again = replay(run, rule)
     assert run.skipped > 0
     assert again.undecided == 0
@@ -137,7 +137,7 @@ def test_retries_are_those_of_the_core():
 
 
 def test_causes_survive():
-    run = record("static:8", [1.0] * 3, dead={1}, empty={2})
+    run = record("static:8", [1.0] * 3, bad_losses={1}, empty={2})
     causes = [s.cause for s in replay(run, "static:4").steps]
     assert causes == [Cause.NONE, Cause.LOSS_NONFINITE, Cause.NO_GRADIENTS]
 

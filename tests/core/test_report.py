@@ -267,7 +267,7 @@ numbers = st.integers(-50, 50).map(float) | st.sampled_from([math.nan, math.inf,
     st.sets(st.integers(0, 149), max_size=20),
     st.integers(1, 8),
 )
-def test_thinning_keeps_extremes_ends_and_what_it_is_told(points, keep, buckets):
+def test_thinning_keeps_extremes_ends_and_what_was_asked_for(points, keep, buckets):
     n, series = len(points), list(zip(*points, strict=True))
     keep = {i for i in keep if i < n}
     chosen = _thinning.thin(series, keep, buckets)

@@ -142,7 +142,7 @@ def test_three_clean_steps_one_overflow():
     assert scales(rule, [CLEAN] * 3 + [OVERFLOW, CLEAN, CLEAN, CLEAN]) == [8, 8, 16, 8, 8, 8, 16]
 
 
-def test_a_dead_loss_keeps_scale_and_counters():
+def test_a_non_finite_loss_keeps_scale_and_counters():
     rule = Backoff(init_scale=8, growth_interval=2)
     assert scales(rule, [CLEAN, *[DEAD_LOSS] * 200, CLEAN]) == [8] * 201 + [16]
 

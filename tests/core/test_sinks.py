@@ -51,7 +51,7 @@ def without_time(path):
     return path.read_bytes().split(b"\n", 1)[1]
 
 
-def test_a_sink_is_told_every_line_in_order(tmp_path):
+def test_a_sink_gets_every_line_in_order(tmp_path):
     sink = Recording()
     record(tmp_path / "run.jsonl", [sink])
     (what, facts), *rest = sink.told
@@ -67,7 +67,7 @@ def test_a_sink_is_told_every_line_in_order(tmp_path):
     ]
 
 
-def test_a_sink_is_told_after_the_line_is_written(tmp_path):
+def test_a_sink_gets_a_line_after_it_is_written(tmp_path):
     path = tmp_path / "run.jsonl"
 
     class Reader(Recording):

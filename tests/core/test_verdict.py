@@ -111,8 +111,8 @@ def test_the_first_batch_is_tried_again_where_a_far_larger_scale_fits():
     assert decide(tiny, start, rule) == (Verdict.APPLY, Cause.NONE)
     assert decide(tiny, start, rule, retries_left=2) == (Verdict.RETRY, Cause.CALIBRATION)
     assert decide(tiny, start, rule, retries_left=1) == (Verdict.APPLY, Cause.NONE)  # no way back
-    dead = tiny._replace(loss_nonfinite=True)
-    assert decide(dead, start, rule, retries_left=2) == (Verdict.SKIP, Cause.LOSS_NONFINITE)
+    bad_loss = tiny._replace(loss_nonfinite=True)
+    assert decide(bad_loss, start, rule, retries_left=2) == (Verdict.SKIP, Cause.LOSS_NONFINITE)
     known = rule.advance(start, tiny)
     assert decide(tiny, known, rule, retries_left=2) == (Verdict.APPLY, Cause.NONE)
     near = Reading(nonfinite=False, amax=65504 / 2.0**4)

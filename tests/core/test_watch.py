@@ -72,7 +72,7 @@ def picture(frame, run="RUN"):
 # folding
 
 
-def test_a_frame_holds_the_whole_story(tmp_path):
+def test_a_frame_shows_the_whole_run(tmp_path):
     record(tmp_path / "journal.jsonl").close()
     seen = frame(tmp_path)
     (lane,) = seen.lanes

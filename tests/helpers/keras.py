@@ -19,7 +19,7 @@ LOSS_SEEN = BACKEND != "jax"  # in `fit`
 HUGE, NAN = 4096.0, np.nan
 
 OVERFLOW = Cause.OVERFLOW if LOSS_SEEN else Cause.UNKNOWN_NONFINITE
-DEAD = Cause.LOSS_NONFINITE if LOSS_SEEN else Cause.UNKNOWN_NONFINITE
+BAD_LOSS = Cause.LOSS_NONFINITE if LOSS_SEEN else Cause.UNKNOWN_NONFINITE
 
 # The ways in which a backend runs `fit`.
 WAYS = {

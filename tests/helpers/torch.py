@@ -64,7 +64,7 @@ def value(model):
         return float(good(model))
 
 
-def dead(model):
+def nan_loss(model):
     return half_loss(model, X) * math.nan
 
 

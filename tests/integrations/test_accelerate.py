@@ -88,7 +88,7 @@ def test_a_step_that_overflowed_leaves_weights_and_schedule(fused, by, when):
 
 
 @pytest.mark.parametrize("by", [None, "norm", "value"])
-def test_with_accelerates_own_scaler_nobody_hears_of_a_skip_if_the_optimizer_is_fused(by):
+def test_accelerates_own_scaler_reports_no_skip_if_the_optimizer_is_fused(by):
     for fused in (False, True):
         accelerator = begun()
         own(accelerator)
@@ -199,7 +199,7 @@ def test_a_step_without_a_loss_while_the_other_optimizer_waits():
     assert scaler.result.stepped
 
 
-def test_the_last_step_is_told_too(tmp_path):
+def test_the_last_step_is_recorded_too(tmp_path):
     """Though nobody stepped with what the generator's loss left in the other net."""
     accelerator = begun()
     with Journal(tmp_path / "run.jsonl") as journal:

@@ -524,7 +524,7 @@ def test_scale_and_skips_are_logged(tmp_path):
     assert trainer.callback_metrics["skipped_steps"] == 2
 
 
-def test_a_step_at_the_end_of_an_epoch_where_lightning_lets_nobody_log():
+def test_a_step_at_the_end_of_an_epoch_where_lightning_allows_no_logging():
     class Collecting(Two):
         def training_step(self, batch, index):
             self.manual_backward(loss_of(self.a(batch[0]), 1.0) / 2)
@@ -559,7 +559,7 @@ def test_a_limit_ends_the_fit_and_the_next_is_like_any_other(loud, on_device):
     assert module.lrs[-6:] == LRS
 
 
-def test_the_last_step_is_told_too(tmp_path):
+def test_the_last_step_is_recorded_too(tmp_path):
     """Though nobody stepped with what the generator's loss left in the other net."""
 
     class Adversarial(Two):
@@ -602,7 +602,7 @@ def test_settings_that_cannot_work():
         MixedPrecision("16-true", "cpu")
 
 
-def test_a_loss_on_another_device_is_told():
+def test_a_loss_on_another_device_is_an_error():
     with pytest.raises(MisuseError, match=r"made for 'cpu', .* the loss is on 'meta'"):
         ours().scaler.scale(torch.zeros((), device="meta"))
 

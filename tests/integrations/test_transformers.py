@@ -206,7 +206,7 @@ def test_without_clipping_and_with_the_best_model_at_the_end(tmp_path):
     assert seen.lrs == falling(seen.moved)
 
 
-def test_the_last_step_is_told_too(tmp_path):
+def test_the_last_step_is_recorded_too(tmp_path):
     """A device tells one step later."""
     with Journal(tmp_path / "run.jsonl") as journal:
         trainer, _ = made(tmp_path, ours(journal=journal))

@@ -20,7 +20,7 @@ OPT = optax.adam(0.1)
 MESH = Mesh(np.array(jax.devices()), ("d",))
 GOOD = jnp.arange(1.0, N + 1)[:, None] * jnp.ones((N, 4)) / 16
 BAD = GOOD.at[5, 2].set(6e4)  # overflows in float16 on device 5 alone
-DEAD = GOOD.at[3, 0].set(jnp.nan)
+BAD_LOSS = GOOD.at[3, 0].set(jnp.nan)
 
 
 def loss_fn(params, x):
@@ -84,7 +84,7 @@ def one_bad_shard_skips_all():
         assert int(after[3].cause) == Cause.OVERFLOW, name
         assert [c.described for c in after[3].culprits] == ["w (inf)"], name
         assert float(after[2].state.scale) == 8, name
-        after = step(params, state, scaler, DEAD)
+        after = step(params, state, scaler, BAD_LOSS)
         assert int(after[3].cause) == Cause.LOSS_NONFINITE, name
         assert float(after[2].state.scale) == 16, name
         after = step(params, state, scaler, GOOD)

@@ -13,11 +13,11 @@ INPUTS = jax.random.normal(jax.random.key(0), (32, 4))
 
 Y = INPUTS[:, :1] * 2 - INPUTS[:, 1:2]
 
-DEAD, HUGE = jnp.nan, 1e30
+BAD_LOSS, HUGE = jnp.nan, 1e30
 
 
 def train(step, carry):
-    """Thirty good steps, an overflow, a dead loss: it learns, and the bad ones change nothing."""
+    """It learns in thirty good steps; an overflow and a non-finite loss change nothing."""
     losses = []
     for _ in range(30):
         *carry, loss, result = step(*carry, 1.0)
@@ -25,7 +25,7 @@ def train(step, carry):
         assert bool(result.stepped)
     assert losses[-1] < losses[0] / 2
     before = bits(carry[:-1])
-    for times, cause in ((HUGE, Cause.OVERFLOW), (DEAD, Cause.LOSS_NONFINITE)):
+    for times, cause in ((HUGE, Cause.OVERFLOW), (BAD_LOSS, Cause.LOSS_NONFINITE)):
         *carry, loss, result = step(*carry, times)
         assert Cause(int(result.cause)) is cause
         assert bits(carry[:-1]) == before
@@ -77,7 +77,7 @@ def test_equinox():
         return params, state, scaler, loss, result
 
     train(step, (params, ADAMW.init(params), gl.Scaler("auto", retries=True)))
-    _, grads, _, _ = gl.value_and_grad(loss_fn)(gl.Scaler("static:8"), params, INPUTS, DEAD)
+    _, grads, _, _ = gl.value_and_grad(loss_fn)(gl.Scaler("static:8"), params, INPUTS, BAD_LOSS)
     assert all(name.startswith("layers.") for name in gl.culprits(grads))
     assert len(gl.culprits(grads)) == 4
 

@@ -223,10 +223,10 @@ def test_flaxs_fields():
     assert told._fields == dynamic_scale.DynamicScaleResult._fields
 
 
-def test_a_dead_loss_leaves_flaxs_scale_alone():
-    dead = lambda w: (w * jnp.nan).sum()
-    ours = gl.DynamicScale().value_and_grad(dead)(jnp.ones(2))
-    theirs = dynamic_scale.DynamicScale().value_and_grad(dead)(jnp.ones(2))
+def test_a_non_finite_loss_keeps_flaxs_scale():
+    nan_loss = lambda w: (w * jnp.nan).sum()
+    ours = gl.DynamicScale().value_and_grad(nan_loss)(jnp.ones(2))
+    theirs = dynamic_scale.DynamicScale().value_and_grad(nan_loss)(jnp.ones(2))
     assert not bool(ours.finite)
     assert float(ours.dynamic_scale.scale) == 2.0**16
     assert float(theirs.dynamic_scale.scale) == 2.0**15

@@ -57,7 +57,7 @@ given.defvjp(
 def test_retries_are_the_cores(rule, retries):
     rng = np.random.default_rng(0)
     batches = [np.float32(rng.standard_normal(4) * 2.0 ** rng.normal(-6, 8)) for _ in range(40)]
-    batches[7][2] = np.nan  # the loss is dead: nothing to be gained by trying again
+    batches[7][2] = np.nan  # the loss is NaN at any scale, so it is not tried again
     batches[9][:] = 0
     told, state = reference(rule, batches, retries)
     compiled = jax.jit(gl.value_and_grad(given, retries=retries))

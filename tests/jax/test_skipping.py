@@ -125,7 +125,7 @@ def test_no_gradients_is_neither():
         assert (int(after.steps), int(after.skipped_steps)) == (1, 0)
 
 
-def test_without_the_loss_nobody_is_blamed():
+def test_without_the_loss_the_cause_is_unknown():
     tx = gl.wrap(OPT, "dynamic:init_scale=16")
     params = jnp.ones(2)
     bad = jnp.array([1.0, jnp.nan])

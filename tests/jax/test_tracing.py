@@ -97,7 +97,7 @@ def test_a_fresh_state_can_be_donated():
     assert bool(state.result.stepped)
 
 
-def test_an_optimizer_that_knows_no_value_is_not_given_one():
+def test_an_optimizer_that_takes_no_value_is_not_given_one():
     def update(grads, state, params=None, *, mine=1.0):
         return jax.tree.map(lambda g: -g, grads), state
 

@@ -31,7 +31,7 @@ def test_accumulation_is_the_mean_at_one_scale():
     assert float(after.state.scale) in (8.0, 16.0)
 
 
-def test_some_bad_losses_are_blamed_only_where_the_gradients_show_it():
+def test_some_bad_losses_are_the_cause_only_where_the_gradients_show_it():
     """As in every adapter: loss_blamed(loss_level(flags), nonfinite)."""
 
     def loss(w, x, hidden):

@@ -39,7 +39,7 @@ def stepping(optimizer, w, compiled=True, by_hand=False):
 
     def one(true, loss):
         scale = optimizer.scale_loss(tf.constant(1.0)) / 1.0
-        optimizer.scale_loss(loss - 1.0)  # two losses, one of them possibly dead
+        optimizer.scale_loss(loss - 1.0)  # two losses, one of them possibly not finite
         grads = [true * scale]
         if by_hand:
             grads = [tf.clip_by_value(g, -2, 2) for g in optimizer.get_unscaled_gradients(grads)]

@@ -59,7 +59,7 @@ def test_causes_in_a_loop_of_ones_own():
     )
 
 
-def test_without_the_loss_nobody_is_blamed():
+def test_without_the_loss_the_cause_is_unknown():
     """Gradients alone: as every peer does, the scale is lowered."""
     w = variable(1.0)
     optimizer = LossScaleOptimizer(SGD(1.0), rule="dynamic:init_scale=4")
@@ -110,7 +110,7 @@ def test_fit_names_the_layer(tmp_path):
     assert event.detail["culprits"] == ["net/first/kernel (inf)"]
 
 
-def test_a_dead_loss_among_others_is_blamed_where_gradients_show_it():
+def test_one_of_several_losses_is_the_cause_if_the_gradients_show_it():
     optimizer, (w,) = started()
     optimizer.scale_loss(tensor(np.nan)[0])
     optimizer.apply(scaled(optimizer, np.nan), [w])

@@ -67,7 +67,7 @@ def public_members():
                 yield name
 
 
-def test_the_page_knows_what_an_optimizer_tells():
+def test_the_page_lists_what_an_optimizer_reports():
     members = set(public_members())
     assert {"result", "counts", "record", "enforce", "get_unscaled_gradients"} <= members
     page = PAGE.read_text()
@@ -76,7 +76,7 @@ def test_the_page_knows_what_an_optimizer_tells():
     assert missing == set()
 
 
-def test_the_page_knows_every_setting():
+def test_the_page_lists_every_setting():
     page = PAGE.read_text()
     for thing in (gl.LossScaleOptimizer, gl.ScaleLogger):
         settings = set(inspect.signature(thing.__init__).parameters) - {"self", "kwargs"}

@@ -116,7 +116,7 @@ def test_the_journal_is_complete(together, every, tmp_path):
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras runs torch one step at a time")
-def test_steps_that_nobody_could_see_are_told(tmp_path):
+def test_missing_steps_are_noted(tmp_path):
     model = line(lifted(), steps_per_execution=70)
     fit(model, *[0.5] * 70, callbacks=[ScaleLogger(tmp_path / "run.jsonl")])
     run = read_journal(tmp_path / "run.jsonl")

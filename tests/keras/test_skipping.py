@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers.keras import (
     BACKEND,
-    DEAD,
+    BAD_LOSS,
     HUGE,
     LOSS_SEEN,
     NAN,
@@ -38,8 +38,8 @@ def test_fit_skips_what_overflows_and_tells(how, tmp_path):
 
     assert weights(model) == [-(0.5 + 0.25 + 0.125 + 0.5)]
     steps = read_journal(tmp_path / "run.jsonl").steps
-    assert [s.cause for s in steps] == [0, 0, OVERFLOW, 0, DEAD, 0]
-    after_nan = 128.0 if LOSS_SEEN else 64.0  # a dead loss is not the scale's fault, where known
+    assert [s.cause for s in steps] == [0, 0, OVERFLOW, 0, BAD_LOSS, 0]
+    after_nan = 128.0 if LOSS_SEEN else 64.0  # a non-finite loss keeps the scale, where it is seen
     assert [s.scale for s in steps] == [256, 256, 256, 128, 128, after_nan]
     assert optimizer.counts[Cause.NONE] == 4
     assert optimizer.counts[OVERFLOW] == (1 if LOSS_SEEN else 2)

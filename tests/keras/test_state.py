@@ -132,7 +132,7 @@ def test_keras_own_config_is_understood():
 def test_keras_own_weights_are_taken(tmp_path):
     """Train with Keras' own, go on with ours: as if it had always been ours."""
     settings = {"initial_scale": 2.0**8, "dynamic_growth_steps": 3}
-    rows = [1, 2, HUGE, 0.5]  # no dead loss: there the two differ, on purpose
+    rows = [1, 2, HUGE, 0.5]  # no non-finite loss: there the two differ, on purpose
     own = line(keras.optimizers.LossScaleOptimizer(SGD(2.0**-8, momentum=0.5), **settings))
     fit(own, *rows)
     own.save_weights(tmp_path / "own.weights.h5")

@@ -231,7 +231,7 @@ def test_a_tensorflow_checkpoint(tmp_path):
     assert bits([v, *again.variables]) == bits([w, *optimizer.variables])
 
 
-def test_apply_outside_of_the_replicas_is_told():
+def test_apply_outside_of_the_replicas_is_an_error():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         w = keras.Variable(np.zeros(1, np.float32))

@@ -64,7 +64,7 @@ def test_gradients_unscaled_only_to_be_looked_at():
     assert optimizer.result.grad_norm == 1
 
 
-def test_a_dead_loss_that_was_left_out_spoils_no_later_step():
+def test_a_non_finite_loss_that_was_left_out_changes_no_later_step():
     optimizer, (w,) = started()
     optimizer.scale_loss(tensor(np.nan)[0])  # if not finite: continue
     optimizer.apply(scaled(optimizer, 1.0), [w])

@@ -17,16 +17,16 @@ import gradlift.mxnet as gl
 from gradlift import Cause
 
 
-@pytest.mark.parametrize("dead", [NAN, INF])
-def test_a_dead_loss_keeps_the_scale(dead):
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_non_finite_loss_keeps_the_scale(bad):
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, "dynamic")
-    step(gl, trainer, x=dead)
+    step(gl, trainer, x=bad)
     assert scaler.result.cause is Cause.LOSS_NONFINITE
     assert scaler.get_scale() == 2.0**16
 
 
-def test_one_dead_sample_is_enough():
+def test_one_non_finite_sample_is_enough():
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, "dynamic")
     w = trainer._params[0]
@@ -38,7 +38,7 @@ def test_one_dead_sample_is_enough():
     assert scaler.result.cause is Cause.LOSS_NONFINITE
 
 
-def test_a_finite_loss_whose_sum_overflows_is_alive():
+def test_a_finite_loss_whose_sum_overflows_counts_as_finite():
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, "static:1")
     w = trainer._params[0]
@@ -60,7 +60,7 @@ def test_finite_losses_whose_sums_overflow_both_ways():
     assert scaler.result.stepped
 
 
-def test_the_dead_micro_batch_is_named():
+def test_the_micro_batch_with_the_non_finite_loss_is_named():
     trainer = sgd(parameters(grad_req="add"))
     scaler = gl.init_trainer(trainer, "dynamic")
     for x in (1.0, NAN, 1.0):

@@ -68,7 +68,7 @@ def test_the_norm_is_of_what_each_device_applies():
         assert scaler.result.grad_norm == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_norm_of_a_part_is_not_told():
+def test_the_norm_of_a_part_is_not_given():
     """Unscaled before the devices' gradients were added up: nobody has seen their sum."""
     trainer = sgd(parameters(TWO))
     scaler = gl.init_trainer(trainer)
@@ -125,8 +125,8 @@ def test_what_one_process_saw_counts_once_it_is_reduced():
         assert scaler.result.cause is cause
 
 
-def test_with_other_processes_a_dead_loss_is_one_of_many():
-    """Theirs may be alive: whoever knows must do what those do who do not."""
+def test_with_other_processes_a_non_finite_loss_is_one_of_many():
+    """Their losses may be finite: all processes must come to the same decision."""
     trainer = Elsewhere(parameters(), "sgd", kvstore=None)
     scaler = gl.init_trainer(trainer, "dynamic")
     step(gl, trainer, x=NAN)

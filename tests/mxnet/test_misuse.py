@@ -16,7 +16,7 @@ from gradlift.errors import MisuseError, SettingsError
 
 
 # Calls in the wrong order
-def test_misuse_is_told():
+def test_misuse_is_an_error():
     trainer = sgd(parameters())
     for call in (lambda: enter(nd.ones(1), trainer), lambda: gl.unscale(trainer)):
         with pytest.raises(MisuseError, match=r"call gradlift.mxnet.init_trainer\(trainer\) first"):

@@ -179,7 +179,7 @@ def test_mxnet_cannot_look_at_float16_beside_float32():
     assert scaler.result.stepped
 
 
-def test_a_dead_loss_walks_mxnets_scale_down():
+def test_a_non_finite_loss_lowers_mxnets_own_scale_at_every_step():
     theirs, peer, ours, scaler = pair(5)
     for _ in range(10):
         step(amp, theirs, x=NAN)

@@ -41,7 +41,7 @@ def test_a_batch_that_was_given_up_spoils_nothing():
     trainer = sgd(parameters())
     scaler = gl.init_trainer(trainer, "dynamic")
     backward(trainer, NAN)
-    step(gl, trainer)  # its backward has written over the dead gradients
+    step(gl, trainer)  # its backward has written over the non-finite gradients
     assert scaler.result.stepped
 
 

@@ -1,7 +1,7 @@
 """One of two workers of a dist_sync kvstore: prints what became of each step, as JSON.
 
-The second one has a dead loss at step 1, an overflow at step 2, and one at step 3 that clipping by
-value hides.
+The second one has a non-finite loss at step 1, an overflow at step 2, and one at step 3 that
+clipping by value hides.
 """
 
 import json
@@ -17,8 +17,8 @@ trainer = sgd(parameters(), kvstore="dist_sync")
 scaler = gl.init_trainer(trainer, "dynamic")
 told = []
 for step in range(5):
-    dead = float("nan") if second and step == 1 else 0.5
-    backward(trainer, dead, float("inf") if second and step in (2, 3) else 1.0)
+    value = float("nan") if second and step == 1 else 0.5
+    backward(trainer, value, float("inf") if second and step in (2, 3) else 1.0)
     if step == 3:
         trainer.allreduce_grads()
         gl.unscale(trainer)

@@ -32,7 +32,7 @@ def test_retries_run_out():
     assert weights["w"] == 1
 
 
-def test_a_dead_loss_is_not_retried():
+def test_a_non_finite_loss_is_not_retried():
     calls = []
 
     def compute(scale):

@@ -77,7 +77,7 @@ TROUBLES = {2: "inf", 4: "nan", 6: "both"}
 
 
 def trouble(loss, step, who=1):
-    """On one rank only: an overflow at step 2, a dead loss at step 4, ..."""
+    """On one rank only: an overflow at step 2, a non-finite loss at step 4, ..."""
     kind = TROUBLES.get(step) if rank == who % world else None
     if kind == "inf":
         return loss * 1e38

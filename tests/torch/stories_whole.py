@@ -337,7 +337,7 @@ def keys():
 
 @story
 def ddp_drops_a_micro_batch(group=True):
-    """A dead loss on one rank is one for all: nobody lowers its scale for it."""
+    """A non-finite loss on one rank is one for all: no rank lowers its scale for it."""
     rows = []
     for factor in (math.nan, 1e38):
         model = DistributedDataParallel(net())

@@ -220,7 +220,7 @@ def test_parameters_that_only_some_passes_reach(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
-def test_zero_grad_of_either_forgets_earlier_passes(level, to_none, whose):
+def test_zero_grad_of_either_drops_earlier_passes(level, to_none, whose):
     model, optimizer = start(opt_level=level)
     backward(model, optimizer, UP)
     (model if whose == "model" else optimizer).zero_grad(set_to_none=to_none)
@@ -229,7 +229,7 @@ def test_zero_grad_of_either_forgets_earlier_passes(level, to_none, whose):
     assert model.w.item() == -UP / 2
 
 
-def test_zero_grad_forgets_an_overflow_with_its_gradients(capsys):
+def test_zero_grad_drops_an_overflow_with_its_gradients(capsys):
     model, optimizer = start()
     backward(model, optimizer, HUGE)
     optimizer.zero_grad()  # the script saw it, and leaves this batch out by itself
@@ -396,7 +396,7 @@ def test_an_overflow_elsewhere_does_not_stop_a_delayed_pass(capsys):
 # Several losses and optimizers
 
 
-def test_each_loss_has_a_scale_and_each_overflow_is_told_once(capsys):
+def test_each_loss_has_a_scale_and_each_overflow_is_printed_once(capsys):
     model, optimizer = start(num_losses=3)
     for loss_id, x in enumerate((HUGE, 1.0, HUGE)):
         backward(model, optimizer, x, loss_id=loss_id)
@@ -418,7 +418,7 @@ def test_one_bad_optimizer_of_a_pass_stops_all_of_them_and_no_other(capsys):
     assert capsys.readouterr().out == LINE.format(0, 32768.0)
 
 
-def test_an_optimizer_without_gradients_is_not_at_fault(capsys):
+def test_an_optimizer_without_gradients_is_not_the_cause(capsys):
     models, optimizers = several(2)
     backward(models[0], optimizers, 1.0)
     for optimizer in optimizers:

@@ -78,7 +78,7 @@ def test_a_start_that_is_near_enough_costs_no_second_pass():
     assert (first.stepped, first.retries) == (True, 0)
 
 
-def test_a_start_that_is_far_too_low_is_told_as_calibration():
+def test_a_start_that_is_far_too_low_is_recorded_as_calibration():
     told = []
     scaler = GradScaler("cpu", rule="auto:init_scale=2^0", on_event=told.append)
     (result,) = story(scaler, make(), 1)
@@ -99,7 +99,7 @@ def test_a_spike_of_ten_bits_loses_nothing_and_is_soon_forgotten():
     assert after >= before / 4
 
 
-def test_a_dead_loss_moves_nothing():
+def test_a_non_finite_loss_moves_nothing():
     model = make()
     scaler = GradScaler("cpu", rule="auto")
     results = story(scaler, model, 30, lambda step: math.nan if step == 20 else 1.0, lr=0.0)
@@ -198,7 +198,7 @@ def test_calibrate_finds_the_scale_and_leaves_everything_as_it_was(start, device
     assert scaler.train_step(closure, optimizer).stepped
 
 
-def test_calibrate_hears_probes():
+def test_calibrate_uses_probes():
     found = {}
     for looks in (False, True):
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.torch import both_paths, dead, good, made, net
+from helpers.torch import both_paths, good, made, nan_loss, net
 
 from gradlift import Cause, read_journal
 from gradlift.errors import TrainingHalted
@@ -15,7 +15,7 @@ def test_a_nan_loss_in_a_micro_batch_is_named():
     model = net(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu")
-    for loss in (good, dead, good):
+    for loss in (good, nan_loss, good):
         scaler.scale(loss(model)).backward()
     scaler.step(optimizer)
     assert (scaler.result.cause, scaler.result.micro_batch) == (Cause.LOSS_NONFINITE, 1)
@@ -112,3 +112,25 @@ def test_weights_are_not_read_while_all_is_well(monkeypatch):
     scaler.scale(w.sum() * math.nan).backward()
     with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
+
+
+@both_paths
+def test_two_nets_are_named_alike_with_and_without_a_journal(device_path, tmp_path):
+    """The second net is bad first, so that its names are looked for first."""
+    found = []
+    for journal in (None, tmp_path / "run.jsonl"):
+        nets = [net(8, 1), net(8, 1)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in nets]
+        scaler = GradScaler("cpu", init_scale=2.0**10, journal=journal)
+        scaler._force_device_path = device_path
+        for bad in (1, 0, 1):
+            for i, (each, optimizer) in enumerate(zip(nets, optimizers)):
+                optimizer.zero_grad()
+                scaler.scale(good(each) * (math.inf if i == bad else 1.0)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                found += scaler.result.culprits[:1]
+            scaler.update()
+        scaler.flush()
+        del nets, optimizers, scaler  # else their names are taken
+    assert found[:3] == found[3:] == ["0.bias [2]", "0.bias", "0.bias [2]"]

@@ -124,7 +124,21 @@ class FusedDeviceDriver(TorchDriver):
     CANNOT = {"at once": "the kernel decides, and its numbers are read at the next step"}
 
 
-DRIVERS = [TorchDriver, FusedDriver, MastersDriver, DeviceDriver, FusedDeviceDriver]
+class MastersDeviceDriver(MastersDriver):
+    adapter = "torch on a device, masters"
+    device_path = True
+    late = 1
+    CANNOT = {"at once": "masters take found_inf like a kernel, and are read at the next step"}
+
+
+DRIVERS = [
+    TorchDriver,
+    FusedDriver,
+    MastersDriver,
+    DeviceDriver,
+    FusedDeviceDriver,
+    MastersDeviceDriver,
+]
 
 
 @pytest.fixture(params=DRIVERS, ids=lambda d: d.__name__)

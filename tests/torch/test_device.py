@@ -582,13 +582,13 @@ def test_parameters_on_two_devices(how):
         lambda x: torch.equal(x, x),
     ],
 )
-def test_the_watch_sees_a_read(read):
+def test_the_watch_finds_a_read(read):
     x = torch.ones((), device=META)
     with Watch(), pytest.raises(DeviceRead):
         read(x)
 
 
-def test_the_watch_sees_what_an_unfused_optimizer_needs():
+def test_the_watch_finds_what_an_unfused_optimizer_needs():
     """One read a step is the price of an optimizer that cannot skip by itself."""
 
     class Unfused(Fused):
@@ -748,7 +748,7 @@ def test_no_float64_with_odd_factors():
     assert watch.wide == []
 
 
-def test_the_watch_sees_float64():
+def test_the_watch_finds_float64():
     with Watch() as watch:
         torch.ones((), device=META).double()
     assert watch.wide

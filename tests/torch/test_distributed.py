@@ -12,7 +12,7 @@ from helpers.ranks import finish, run, start
 from gradlift.errors import SettingsError
 from gradlift.torch import GradScaler
 
-CLEAN, OVERFLOW, DEAD = [True, "NONE"], [False, "OVERFLOW"], [False, "LOSS_NONFINITE"]
+CLEAN, OVERFLOW, BAD_LOSS = [True, "NONE"], [False, "OVERFLOW"], [False, "LOSS_NONFINITE"]
 UNKNOWN = [False, "UNKNOWN_NONFINITE"]
 COMMON = ["ddp", "fsdp2"]
 WORLDS = {
@@ -163,13 +163,14 @@ WHOLE = [(2, "ddp"), (3, "ddp"), (4, "ddp"), (2, "ddp_on_device")]
 
 
 @pytest.mark.parametrize(("world", "name"), [*WHOLE, *SHARDED])
-def test_one_rank_s_trouble_is_everybody_s(world, name):
-    """An overflow at step 2 and a dead loss at step 4, of rank 1 alone; with shards, an inf in one
-    of them at step 5. One collective a step, the same verdict, cause, scale and first culprit."""
+def test_what_is_bad_on_one_rank_is_skipped_by_all(world, name):
+    """An overflow at step 2 and a non-finite loss at step 4, of rank 1 alone; with shards, an inf
+    in one of them at step 5. One collective a step; verdict, cause, scale and first culprit
+    are the same."""
     said = tell(world, name)
     common = agreed([{"rows": [row[:3] for row in each["rows"]]} for each in said])
     last, scale = (CLEAN, 128.0) if (world, name) in WHOLE else (OVERFLOW, 64.0)
-    assert verdicts(common) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD, last]
+    assert verdicts(common) == [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS, last]
     assert scales(common) == [256.0, 256.0, 128.0, 128.0, 128.0, scale]
     agreed([{"rows": [row[3][:1] for row in each["rows"]]} for each in said])
     assert all(row[3] for row in said[0]["rows"] if not row[0])
@@ -213,7 +214,7 @@ def test_without_a_group_plain_parameters_communicate_nothing():
 def test_accumulation_with_no_sync_is_one_big_batch():
     said = tell(2, "ddp_accumulates")
     common = agreed([{"rows": [row[:3] for row in each["rows"]]} for each in said])
-    assert verdicts(common) == [CLEAN, DEAD, OVERFLOW, CLEAN]
+    assert verdicts(common) == [CLEAN, BAD_LOSS, OVERFLOW, CLEAN]
     assert all(each["apart"] < 1e-6 for each in said)
 
 
@@ -284,14 +285,14 @@ def test_a_bad_micro_batch_is_dropped_by_all_or_none():
     assert agreed(tell(2, "tensor_parallel_drops_a_micro_batch")) == [
         *([0, 2], [1], True, "NONE", 128.0, [])
     ]
-    dead, overflow = agreed(tell(2, "ddp_drops_a_micro_batch"))
-    assert dead == [[0, 2], [1], True, "NONE", 256.0, []]
+    bad_loss, overflow = agreed(tell(2, "ddp_drops_a_micro_batch"))
+    assert bad_loss == [[0, 2], [1], True, "NONE", 256.0, []]
     assert overflow == [[0, 2], [1], True, "NONE", 128.0, []]
     unknown = agreed(tell(2, "ddp_drops_a_micro_batch_without_a_group"))
     assert unknown == [overflow, overflow]  # whose loss it was is not known: all lower their scale
 
 
-def test_where_micro_batches_cannot_be_told_apart_that_is_said():
+def test_micro_batches_that_cannot_be_distinguished_are_an_error():
     assert "FSDP hands them on" in agreed(tell(2, "fsdp2_drops_nothing"), "said")
     assert "sharded=" in agreed(tell(2, "pipeline_drops_nothing"), "said")
 
@@ -311,7 +312,7 @@ def test_a_pipeline_decides_together(name):
     """Only the last stage has a loss; the first hears of it. Tied weights are counted once."""
     said = tell(2, name)
     rows = agreed(said)
-    assert verdicts(rows) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD, CLEAN]
+    assert verdicts(rows) == [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS, CLEAN]
     if name != "pipeline_auto":
         assert scales(rows) == [256.0, 256.0, 128.0, 128.0, 128.0, 128.0]
     assert agreed(said, "collectives") == [1]
@@ -325,7 +326,7 @@ def test_a_pipeline_decides_together(name):
     "name", ["pipeline_with_a_frozen_end", "pipeline_with_a_frozen_end_on_device"]
 )
 def test_a_stage_without_gradients_tells_of_its_loss(name):
-    assert agreed(tell(2, name)) == [[*CLEAN, 256.0], [*DEAD, 256.0]]
+    assert agreed(tell(2, name)) == [[*CLEAN, 256.0], [*BAD_LOSS, 256.0]]
 
 
 def test_a_pipeline_that_was_not_announced_is_found_out():
@@ -349,12 +350,12 @@ def test_scales_that_drifted_apart_are_found_by_all(name):
     assert alone["said"] == ["nothing", "nothing"]
 
 
-def test_on_a_device_nobody_steps_with_different_scales():
+def test_on_a_device_no_rank_steps_with_different_scales():
     assert agreed(tell(2, "drifted_later_on_device")) == [False, [0.0, 0.0]]
 
 
 def test_on_a_device_nothing_waits_for_other_ranks():
-    assert agreed(tell(2, "nothing_waits_on_device")) == [CLEAN, DEAD, CLEAN]
+    assert agreed(tell(2, "nothing_waits_on_device")) == [CLEAN, BAD_LOSS, CLEAN]
 
 
 @pytest.mark.parametrize("name", ["edited_on_one_rank", "edited_on_one_rank_on_device"])
@@ -418,7 +419,7 @@ def test_what_is_no_group_is_said_to_be_none():
     assert "cpu:gloo,cuda:nccl" in deaf
 
 
-def test_a_group_of_one_asks_nobody():
+def test_a_group_of_one_communicates_nothing():
     first, second = tell(2, "one_rank_is_a_group")
     assert first["rows"][:2] == CLEAN
     assert second["rows"][:2] == UNKNOWN
@@ -431,8 +432,8 @@ def test_a_group_of_some_ranks_does_not_know_all_losses():
     assert "not in process_group=" in said[2]["said"]
 
 
-def test_copies_that_ask_each_for_itself_do_not_drift_apart():
-    """Rank 1's dead loss reaches the other copy through the average, where all losses are fine."""
+def test_copies_that_decide_separately_do_not_drift_apart():
+    """Rank 1's NaN loss reaches the other copy, whose losses are finite, by the average."""
     said = tell(4, "hsdp_over_one_copy")
     rows = agreed([{"rows": [row[:3] for row in each["rows"]]} for each in said])
     assert verdicts(rows) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN, CLEAN]
@@ -444,7 +445,7 @@ def test_copies_that_ask_each_for_itself_do_not_drift_apart():
 def test_copies_of_a_pipeline_count_once_and_do_not_drift_apart():
     said = tell(4, "copies_of_a_pipeline")
     rows = agreed(said)
-    assert verdicts(rows[:5]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD]
+    assert verdicts(rows[:5]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS]
     assert verdicts(rows[5:]) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN]
     for each in said:
         close(each["norms"])
@@ -454,7 +455,7 @@ def test_copies_of_a_pipeline_count_once_and_do_not_drift_apart():
 def test_a_rank_without_gradients_takes_part(name):
     said = tell(2, name)
     for each in said:
-        assert verdicts(each["rows"]) == [CLEAN, DEAD, CLEAN, DEAD]
+        assert verdicts(each["rows"]) == [CLEAN, BAD_LOSS, CLEAN, BAD_LOSS]
         norms = [n for n in each["norms"] if not math.isnan(n)]
         assert norms == pytest.approx([math.sqrt(18)] * 2)
     assert said[1]["rows"][1][3] == ["a parameter of shape (2,) (inf)"]
@@ -474,7 +475,7 @@ def test_several_optimizers_and_keys():
 @pytest.mark.parametrize(
     "name", ["only_rank_0_records", "only_rank_0_records_auto", "only_rank_0_records_on_device"]
 )
-def test_a_journal_of_one_rank_has_everybody_s_norm_and_peak(name):
+def test_a_journal_of_one_rank_has_the_norm_and_peak_of_all_ranks(name):
     said = tell(2, name)[0]
     assert len(said["recorded"]) == 4
     for i, (norm, amax) in enumerate(said["recorded"]):
@@ -505,7 +506,7 @@ def test_a_mesh_in_a_mesh_is_one_collective(name):
     said = tell(4, name)
     rows = [row[:3] for row in said[0]["rows"]]
     assert all([row[:3] for row in each["rows"]] == rows for each in said)
-    assert verdicts(rows) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD]
+    assert verdicts(rows) == [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS]
     assert agreed(said, "collectives") == [1]
     for each in said:
         close(each["norms"])
@@ -516,7 +517,7 @@ def test_tensor_parallel_in_ddp_counts_each_copy_once():
     said = tell(4, "tensor_parallel_in_ddp")
     rows = agreed(said)
     assert verdicts(rows[:5]) == [CLEAN, CLEAN, UNKNOWN, CLEAN, UNKNOWN]
-    assert verdicts(rows[5:]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD]
+    assert verdicts(rows[5:]) == [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS]
     for each in said:
         close(each["norms"])
 
@@ -562,7 +563,7 @@ def test_a_lost_rank_is_an_error_in_words(case, least, most):
 def test_groups_that_were_destroyed_and_made_again():
     said = run("weather_job.py", 2, "made-again")
     rows = agreed(said)
-    assert verdicts(rows) == [CLEAN] * 3 + [DEAD, CLEAN] + [CLEAN, DEAD] + [CLEAN] * 2
+    assert verdicts(rows) == [CLEAN] * 3 + [BAD_LOSS, CLEAN] + [CLEAN, BAD_LOSS] + [CLEAN] * 2
     assert "was destroyed" in agreed(said, "between")
     assert "set scaler.process_group" in agreed(said, "stale")
     assert agreed(said, "without") is True
@@ -575,7 +576,7 @@ def test_fork_after_import():
     (said,) = run("weather_job.py", 1, "forked")
     first, second = said["rows"]
     assert first == second
-    assert verdicts(first) == [CLEAN, DEAD]
+    assert verdicts(first) == [CLEAN, BAD_LOSS]
 
 
 def test_no_process_is_left_behind(tmp_path):

@@ -20,7 +20,7 @@ def elsewhere():
     return f"\n(but mind: {odd})" if odd else ""
 
 
-def test_all_is_stored_and_all_that_is_stored_is_told():
+def test_the_stored_stories_are_those_that_are_run():
     assert list(STORED) == list(STORIES)
     assert list(STORED_TAPES) == list(TAPES)
 

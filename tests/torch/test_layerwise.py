@@ -189,7 +189,7 @@ def test_a_gradient_that_gets_into_a_block_by_a_side_door_is_refused(way):
         scaler.scale(out.square().mean() + extra)
 
 
-def test_a_batch_that_cannot_be_run_twice_is_told_and_trained_on():
+def test_a_batch_that_cannot_be_run_twice_is_warned_of_and_trained_on():
     class Once(Chain):
         calls = 0
 
@@ -207,7 +207,7 @@ def test_a_batch_that_cannot_be_run_twice_is_told_and_trained_on():
     assert model.head.weight.grad is not None
 
 
-def test_noise_between_two_plain_runs_is_allowed_for_and_chaos_is_told():
+def test_noise_between_two_plain_runs_is_allowed_for_and_chaos_is_reported():
     """Numbers that no replay puts back: a generator of the model's own."""
 
     class Noisy(Chain):
@@ -889,7 +889,7 @@ def test_what_was_flushed_is_found_at_the_border_and_what_is_behind_is_guessed()
     assert known["a"].lift == 1.0
 
 
-def test_the_first_block_that_overflowed_is_to_blame_and_only_that():
+def test_only_the_first_block_that_overflowed_is_named():
     seen = {
         "c": BlockPeaks(8.0, 8.0),
         "b": BlockPeaks(math.inf, 4.0),

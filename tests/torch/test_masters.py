@@ -754,7 +754,7 @@ def test_hooks_for_all_optimizers_are_called_once_and_those_of_an_existing_one_s
     assert called == ["all", optimizer]
 
 
-def test_parameters_behind_the_groups_back_are_told():
+def test_parameters_added_beside_the_groups_are_an_error():
     a, b = (torch.nn.Parameter(torch.ones(2, dtype=BF16)) for _ in range(2))
     optimizer = MasterWeights(torch.optim.SGD, [a], lr=1.0)
     optimizer.param_groups[0]["params"].append(b)
@@ -1129,7 +1129,7 @@ def test_a_float32_parameter_given_other_memory_is_followed():
         assert equal(ours, plain)
 
 
-def test_a_parameter_of_another_dtype_than_it_was_is_told():
+def test_a_parameter_of_another_dtype_than_it_was_is_an_error():
     model = torch.nn.Linear(3, 3)
     optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
     model.half()
@@ -1179,7 +1179,7 @@ def test_a_plain_checkpoint_does_not_hide_that_the_model_has_changed():
         optimizer.step()
 
 
-def test_memory_that_is_exchanged_belongs_to_whoever_has_it():
+def test_memory_that_is_exchanged_belongs_to_its_new_owner():
     a, b = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(3))
     optimizer = MasterWeights(torch.optim.SGD, [a, b], lr=1.0)
     a.data, b.data = b.data, a.data
@@ -1209,7 +1209,7 @@ def test_a_parameter_that_is_part_of_another_tensor_stays_there():
         MasterWeights(torch.optim.SGD, [torch.nn.Parameter(shared) for _ in range(2)], lr=1.0)
 
 
-def test_another_memory_format_than_before_is_told():
+def test_another_memory_format_than_before_is_an_error():
     conv = torch.nn.Conv2d(64, 64, 3).to(BF16)
     optimizer = MasterWeights(torch.optim.Adam, conv.parameters(), update="split")
     conv.to(memory_format=torch.channels_last)
@@ -1226,7 +1226,7 @@ def test_nan_weights_are_no_drift():
     assert w.isnan().all()
 
 
-def test_autograd_is_told_that_weights_have_changed():
+def test_autograd_detects_that_weights_have_changed():
     for dtype in (FP32, BF16):
         w = torch.nn.Parameter(torch.ones(3, dtype=dtype))
         optimizer = MasterWeights(torch.optim.SGD, [w], lr=0.1)

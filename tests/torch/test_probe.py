@@ -185,7 +185,7 @@ class Hidden(nn.Module):
 
 
 @pytest.mark.parametrize("device_path", [False, True])
-def test_the_rule_hears_of_what_no_parameter_shows(device_path):
+def test_the_rule_gets_what_no_parameter_shows(device_path):
     skipped = {}
     for looks in (False, True):
         torch.manual_seed(0)

@@ -55,7 +55,7 @@ def test_the_export_has_quantise_nodes_and_the_same_predictions(told):
     assert float(re.search(r"agrees on ([\d.]+)%", text)[1]) > 99.7  # all but one, for a tie
 
 
-def test_the_export_is_what_tensorrt_wants(told):
+def test_the_export_is_what_tensorrt_takes(told):
     """Symmetric INT8: activations per tensor, weights per output channel."""
     graph = onnx.load(told[1]).graph
     held = {i.name: numpy_helper.to_array(i) for i in graph.initializer}

@@ -13,7 +13,7 @@ def causes(told):
 
 
 @pytest.mark.parametrize("trouble", ["nan", "inf"])
-def test_with_a_process_group_everybody_agrees_on_everything(trouble):
+def test_with_a_process_group_all_ranks_agree_on_everything(trouble):
     """No gradient is averaged here: only the agreement can have told rank 0."""
     a, b = run(f"group-{trouble}")
     assert a["rows"] == b["rows"]
@@ -34,7 +34,7 @@ def test_ddp_without_a_group_treats_it_as_torch_does(trouble):
     assert a["rows"][2][2] == 2.0**9
 
 
-def test_ddp_with_a_group_tells_a_dead_loss_from_an_overflow():
+def test_ddp_with_a_group_distinguishes_a_non_finite_loss_from_an_overflow():
     a, b = run("group-nan-ddp")
     assert a["rows"] == b["rows"]
     assert a["weights"] == b["weights"]
@@ -50,7 +50,7 @@ def test_a_retry_is_collective(case):
     assert a["rows"][2] == [True, "NONE", a["rows"][2][2], 3]
 
 
-def test_a_world_of_one_trusts_its_loss():
+def test_a_world_of_one_uses_its_loss():
     (only,) = run("group-nan", world=1)
     assert set(causes(only)) == {"NONE"}  # the trouble is rank 1's
 

@@ -63,7 +63,7 @@ def test_the_retry_test_can_fail(monkeypatch):
     assert high != low
 
 
-def test_retry_wants_to_know_the_model():
+def test_retries_need_the_model():
     model = net(8, 1)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
     with pytest.raises(MisuseError, match="retries need model="):

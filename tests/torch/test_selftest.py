@@ -192,7 +192,7 @@ def test_the_command_prints_a_table(monkeypatch):
     assert lines[-1] == "15 passed, 0 failed, 2 not applicable"
 
 
-def test_a_failure_is_told_and_the_status_is_1(monkeypatch):
+def test_a_failure_is_printed_and_the_status_is_1(monkeypatch):
     monkeypatch.setattr(_device, "culprits_by_peak", lambda *given: ())
     done = CliRunner().invoke(selftest, ["--device", "cpu"], env={"COLUMNS": "160"})
     assert done.exit_code == 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torchao
-from helpers.torch import X, bits, dead, exploding, good, half_loss, net, train, value
+from helpers.torch import X, bits, exploding, good, half_loss, nan_loss, net, train, value
 
 from gradlift import Cause
 from gradlift.torch import GradScaler
@@ -17,7 +17,7 @@ def test_200_nan_losses_then_good_data(fused):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**10)
     before = bits(model)
-    results = train(scaler, model, optimizer, [dead] * 200)
+    results = train(scaler, model, optimizer, [nan_loss] * 200)
     assert {r.cause for r in results} == {Cause.LOSS_NONFINITE}
     assert scaler.get_scale() == 2.0**10
     assert before == bits(model)
@@ -69,7 +69,7 @@ def test_fused_and_unfused_skips_report_alike_and_nothing_else_moves():
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         scaler = GradScaler("cpu", init_scale=2.0**12, names=model)
         rows = []
-        for loss in (good, exploding, dead, good):
+        for loss in (good, exploding, nan_loss, good):
             result = scaler.train_step(
                 lambda loss=loss, m=model: loss(m), optimizer, scheduler=schedule
             )

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.torch import bits, both_paths, dead, exploding, good, made, net, step
+from helpers.torch import bits, both_paths, exploding, good, made, nan_loss, net, step
 
 from gradlift import Cause
 from gradlift.torch import GradScaler
@@ -124,7 +124,7 @@ def test_drop_bad_keeps_the_clean_micro_batches():
     opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, dropped)]
     scaler = GradScaler("cpu", init_scale=2.0**8)
     with scaler.accumulate(drop_bad=True) as window:
-        for loss in (good, exploding, good, dead):
+        for loss in (good, exploding, good, nan_loss):
             scaler.scale(loss(dropped)).backward()
     assert (window.kept, window.dropped) == ([0, 2], [1, 3])
     scaler.step(opts[1])
@@ -140,7 +140,7 @@ def test_drop_bad_keeps_the_clean_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("loss", "cause"), [(exploding, Cause.OVERFLOW), (dead, Cause.LOSS_NONFINITE)]
+    ("loss", "cause"), [(exploding, Cause.OVERFLOW), (nan_loss, Cause.LOSS_NONFINITE)]
 )
 def test_drop_bad_with_nothing_left(loss, cause):
     model = net(8, 1)
@@ -154,7 +154,7 @@ def test_drop_bad_with_nothing_left(loss, cause):
 
 
 @both_paths
-def test_a_dead_loss_skips_its_own_optimizer_only(device_path):
+def test_a_non_finite_loss_skips_its_own_optimizer_only(device_path):
     a, opt_a, scaler = made(device_path)
     b = torch.nn.Parameter(torch.zeros(1))
     opt_b = torch.optim.SGD([b], lr=1.0)

@@ -246,7 +246,7 @@ class OnDevice:
         """
         looks = [look for look in (window.found, window.found_again) if look and look.order]
         params, group = window.source.params, window.group
-        rule, names, transfer = settings.rule, settings.names, self.transfer
+        rule, transfer = settings.rule, self.transfer
         reading, state = finished.reading, self.state
         held = [state.scale.clone(), state.skips.clone(), state.left.clone()]
         seen = [reading.nonfinite, reading.loss_nonfinite, reading.checked, reading.norm]
@@ -266,6 +266,7 @@ class OnDevice:
             if cause is None:
                 _, cause = decide(shown, before, rule, loss_known=known > 0)
             blamed: tuple[Culprit, ...] = ()
+            names = settings.names if shown.nonfinite else {}
             for look in looks if shown.nonfinite else ():  # a later one if the first found none
                 blamed = blamed or culprits_by_peak(params, look, names)
             done = finished._replace(
@@ -279,7 +280,7 @@ class OnDevice:
             optimizer = optimizer_of()
             held = out is True or (out_at is not None and transfer.values(out_at)[0] > 0)
             if optimizer is not None and (held or cause not in APPLIED):
-                done = about_weights(done, gradients_of(optimizer), names)
+                done = about_weights(done, gradients_of(optimizer), settings.names)
             return done
 
         return read

@@ -32,7 +32,7 @@ from ...formats import FP32
 from ...namespace import namespace
 from ...reading import NAN, Reading
 from ..gradient_source import GradientSource, gradients_of, multiply
-from ..names import culprits, name_apart, name_of, with_first
+from ..names import culprits, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
 from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, RankRow, gather
 from ..ranks.group import ALONE, RankGroup
@@ -263,6 +263,7 @@ class Scale:
             window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
             if first:
                 window.source.check_settings()
+                self.settings.optimizers.setdefault(optimizer, False)
         window.group = group
         window.source.find(by_parameter=self.home.late, spread=group is not ALONE)
         return window
@@ -343,7 +344,7 @@ class Scale:
         )
         window.reading, window.loss_known, window.first_culprit = agreed
         window.norm = agreed.reading.norm
-        if not self.home.late:
+        if not self.home.late and agreed.culprit:
             names = self.settings.names
             window.culprits = with_first(window.culprits, agreed.culprit, group, names)
 
@@ -408,9 +409,6 @@ class Scale:
         """Before the first line of a journal: names and sizes; every so often, statistics of the
         gradients as scaled."""
         settings, channel = self.settings, self.settings.channel
-        if id(window.source.optimizer) not in settings.named:
-            settings.named.add(id(window.source.optimizer))
-            name_apart(window.source.params, settings.names, settings.taken)
         if not channel.described:
             sizes = {name_of(p, settings.names): p.numel() for p in window.source.params}
             channel.describe(parameters=sizes)

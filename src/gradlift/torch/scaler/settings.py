@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,7 +15,7 @@ from ...errors import MisuseError, SettingsError, warn
 from ...journal import Channel, Event, JournalLike, channel, current
 from ...rules import Backoff, Headroom, Off, Rule, parse, resolve
 from ...rules.base import LARGEST, is_power_of_two
-from ..names import Names, named
+from ..names import Names, name_apart, named
 from ..ranks.agreement import assert_in_sync, world_size
 from ..ranks.group import Sharded, remembered, resolved
 
@@ -29,19 +30,30 @@ class ScalerSettings:
     group: Any = None
     """The process group that was named, None if none was."""
     sharded: Sharded = False
-    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    known_names: dict[int, str] = dataclasses.field(default_factory=dict)
+    """id(parameter) -> name, as the user gave them or as they were found."""
     allow_fp16_params: bool = False
     sharp: Rule | None = None
     """What "auto" becomes once batches are retried."""
     replicas: int = 1
     """The number of ranks that the rule was made for."""
-    named: set[int] = dataclasses.field(default_factory=set)
-    """Optimizers whose parameters have names."""
+    optimizers: WeakKeyDictionary[Any, bool] = dataclasses.field(default_factory=WeakKeyDictionary)
+    """In the order of their first steps: have their parameters got names?"""
     taken: dict[str, int] = dataclasses.field(default_factory=dict)
     """name -> id of the parameter that has it."""
 
     def __post_init__(self) -> None:
         self.use_rule(self.rule)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """id(parameter) -> name, of all optimizers seen so far. Walks every object, so it is asked
+        for only by a journal and by what went wrong; the names are the same whoever asks first."""
+        for optimizer in [o for o, done in self.optimizers.items() if not done]:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            name_apart(params, self.known_names, self.taken)
+            self.optimizers[optimizer] = True
+        return self.known_names
 
     def use_rule(self, rule: Rule) -> None:
         self.rule = self.channel.rule = rule
