@@ -101,6 +101,34 @@ def test_recording_changes_no_bit_of_large_tensors(tmp_path, device_path, slope)
 
 
 @both_paths
+def test_recording_changes_no_bit_where_some_gradients_are_no_part_of_amax(tmp_path, device_path):
+    """An embedding and norms under autocast: amax, which a journal asks for, leaves them out. The
+    norm, by which everything is clipped, must be added up as without a journal."""
+    weights, norms = [], []
+    for journal in (None, Journal(tmp_path / "run.jsonl")):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(50, 33), torch.nn.LayerNorm(33), torch.nn.Linear(33, 47)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = GradScaler("cpu", journal=journal)
+        scaler._force_device_path = device_path
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randint(50, (8, 7))).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, max_norm=0.01)
+            norms.append(scaler.result.grad_norm)
+            scaler.update()
+        scaler.flush()
+        weights.append(bits(model))
+    assert norms[:20] == norms[20:]
+    assert weights[0] == weights[1]
+    assert read_journal(tmp_path / "run.jsonl").steps[0].amax > 0
+
+
+@both_paths
 def test_a_device_tells_the_rest_when_asked(tmp_path, device_path):
     path = tmp_path / "run.jsonl"
     w, optimizer, scaler = made(device_path, fused=True, journal=Journal(path))

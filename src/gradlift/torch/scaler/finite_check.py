@@ -58,83 +58,101 @@ def flat(g: Tensor) -> Tensor:
     return g.reshape(-1)
 
 
-def look(grads: list[Tensor], inverse: float, *, amax: bool, norm: bool = True) -> Inspection:
+def look(
+    grads: list[Tensor],
+    inverse: float,
+    *,
+    amax: bool,
+    norm: bool = True,
+    full: Set[int] = frozenset(),
+) -> Inspection:
     """The CPU's look: one dot product gives the norm and the finite check in one read.
 
     Read in pieces that fit the cache, so that amax, where it is wanted, costs no second read from
     memory, and so that a float32 sum stays exact to 1e-5 at least. A sum of squares that is not
     finite is confirmed exactly, and so is a total so small that squares may have vanished.
     `inverse` is 1/scale: what counts is the gradient that will be used, so one that leaves float32
-    on the way is not finite.
+    on the way is not finite. Gradients at the positions `full` are no part of amax. The norm is
+    the same to the bit with and without amax, since a recorded run must clip like a plain one.
     """
     if amax and not norm:
-        return _peaks_only(grads, inverse)
+        return _peaks_only(grads, inverse, full)
     squares, largest, top = 0.0, 0.0, 0.0
-    for piece, sources in _pieces(grads, _CACHED):
+    for piece, sources, where in _pieces(grads, _CACHED):
         s = torch.dot(piece, piece).item()
         if not s < math.inf:
             s, peak = _exactly(sources)
             if math.isinf(peak):
-                return Inspection(True, math.nan, _finite_amax(grads) if amax else math.inf)
-            top = max(top, peak)
-        elif amax:
-            low, high = torch.aminmax(piece)
+                return Inspection(True, math.nan, _finite_amax(grads, full) if amax else math.inf)
+        if amax:
+            part = piece if full.isdisjoint(where) else _without(full, sources, where)
+            low, high = torch.aminmax(part)
             top = max(top, -low.item(), high.item())
         squares += s
         largest = max(largest, s)
     if squares < _TINY:
-        squares = math.fsum(_exactly(sources)[0] for _, sources in _pieces(grads, _LARGE))
-    if math.sqrt(largest) * inverse > _MAX:  # rare: only then is the peak itself needed
-        top = _finite_amax(grads)
-        if top * inverse > _MAX:
-            return Inspection(True, math.nan, top if amax else math.inf)
+        squares = math.fsum(_exactly(sources)[0] for _, sources, _ in _pieces(grads, _LARGE))
+    # Rare: only then is the peak itself needed.
+    if math.sqrt(largest) * inverse > _MAX and _finite_amax(grads) * inverse > _MAX:
+        return Inspection(True, math.nan, top if amax else math.inf)
     return Inspection(False, math.sqrt(squares) * inverse, top if amax else math.inf)
 
 
-def _peaks_only(grads: list[Tensor], inverse: float) -> Inspection:
+def _peaks_only(grads: list[Tensor], inverse: float, full: Set[int]) -> Inspection:
     """amax and the finite check, no norm: aminmax lets NaN through, and inf is the largest."""
     top = 0.0
-    for piece, _ in _pieces(grads, _LARGE):
+    for piece, sources, where in _pieces(grads, _LARGE):
         low, high = torch.aminmax(piece)
         peak = max(-low.item(), high.item())
         if not peak * inverse <= _MAX:
-            return Inspection(True, math.nan, _finite_amax(grads))
+            return Inspection(True, math.nan, _finite_amax(grads, full))
+        if not full.isdisjoint(where):
+            peak = _amax(_without(full, sources, where))
         top = max(top, peak)
     return Inspection(False, math.nan, top)
 
 
-def _pieces(grads: list[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """All elements as flat float32 or float64 pieces of at most `size`, and where they come from.
+def _without(full: Set[int], sources: list[Tensor], where: list[int]) -> Tensor:
+    """A piece without what comes from the gradients at the positions `full`; a zero if that is
+    all."""
+    return torch.cat([g for g, i in zip(sources, where) if i not in full] or [torch.zeros(1)])
+
+
+def _pieces(grads: list[Tensor], size: int) -> Iterator[tuple[Tensor, list[Tensor], list[int]]]:
+    """All elements as flat float32 or float64 pieces of at most `size`, and where they come from:
+    the tensors, and their positions in `grads`.
 
     Small gradients are put together: thousands of them cost one product instead of thousands.
     """
     small: list[Tensor] = []
+    where: list[int] = []
     held = 0
     room: Tensor | None = None  # for 16-bit pieces, each in float32 until the next one comes
-    for g in grads:
+    for i, g in enumerate(grads):
         n = g.numel()
         if n == 0:
             continue
         if n <= _SMALL and g.dtype is torch.float32:
             small.append(g if g.dim() == 1 and g.is_contiguous() else flat(g))
+            where.append(i)
             held += n
             if held >= _CACHED:
-                yield torch.cat(small), small
-                small, held = [], 0
+                yield torch.cat(small), small, where
+                small, where, held = [], [], 0
             continue
         v = flat(g)
         if v.dtype in (torch.float16, torch.bfloat16):
             if room is None:
                 room = torch.empty(_CACHED)
             for part in v.split(_CACHED) if n > _CACHED else (v,):
-                yield room[: part.numel()].copy_(part), [part]
+                yield room[: part.numel()].copy_(part), [part], [i]
         elif n <= size:
-            yield v, [v]
+            yield v, [v], [i]
         else:
             for part in v.split(size):
-                yield part, [part]
+                yield part, [part], [i]
     if small:
-        yield torch.cat(small), small
+        yield torch.cat(small), small, where
 
 
 def _exactly(parts: list[Tensor]) -> tuple[float, float]:
@@ -155,11 +173,10 @@ def _amax(g: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def _finite_amax(grads: list[Tensor]) -> float:
+def _finite_amax(grads: list[Tensor], full: Set[int] = frozenset()) -> float:
     """amax of the finite elements, for a step that is not applied anyway."""
-    return max(
-        (_amax(torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)) for g in grads), default=0.0
-    )
+    kept = (torch.nan_to_num(g, 0.0, 0.0, 0.0) for i, g in enumerate(grads) if i not in full)
+    return max(map(_amax, kept), default=0.0)
 
 
 def device_look(

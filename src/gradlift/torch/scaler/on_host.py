@@ -76,29 +76,29 @@ class OnHost:
     def look(
         self, window: Window, full: Set[int], *, norm: bool, amax: bool, clips: bool
     ) -> Inspection:
-        """By kind where parameters differ: in their weight among the ranks, and in whether they are
-        a part of amax (those at the positions `full` are not)."""
+        """Those at the positions `full` are no part of amax. One look for each weight that
+        parameters have among the ranks."""
         inverse = 1.0 if window.unscaled else 1 / self.state.scale
         common = window.group.common_weight
-        if not full and common is not None:
-            found = look(window.source.elements, inverse, amax=amax, norm=norm)
+        if common is not None:
+            found = look(window.source.elements, inverse, amax=amax, norm=norm, full=full)
             return found._replace(lengths=[(common, found.norm)])
-        kinds: dict[tuple[bool, float], list[Tensor]] = {}
-        weights = window.group.weights_of(window.source.params)
-        for i, (g, weight) in enumerate(zip(window.source.each(), weights)):
-            kinds.setdefault((i in full, weight), []).append(g)
-        parts = {
-            kind: look(grads, inverse, amax=amax and not kind[0], norm=norm)
-            for kind, grads in sorted(kinds.items())
-        }
+        kinds: dict[float, list[int]] = {}
+        for i, weight in enumerate(window.group.weights_of(window.source.params)):
+            kinds.setdefault(weight, []).append(i)
+        each, parts = window.source.each(), {}
+        for weight, at in sorted(kinds.items()):
+            left_out = {n for n, i in enumerate(at) if i in full}
+            parts[weight] = look(
+                [each[i] for i in at], inverse, amax=amax, norm=norm, full=left_out
+            )
         bad = any(found.nonfinite for found in parts.values())
         total = math.hypot(*(found.norm for found in parts.values()))
-        peaks = [found.amax for (no_part, _), found in parts.items() if not no_part]
         return Inspection(
             bad,
             math.nan if bad else total,
-            max(peaks, default=0.0 if amax else math.inf),
-            lengths=[(weight, found.norm) for (_, weight), found in parts.items()],
+            max((found.amax for found in parts.values()), default=0.0 if amax else math.inf),
+            lengths=[(weight, found.norm) for weight, found in parts.items()],
         )
 
     def look_again(self, window: Window, which: list[int]) -> Any:
