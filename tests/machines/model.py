@@ -236,9 +236,10 @@ class Model:
             return Cause.LOSS_NONFINITE
         if not r.nonfinite:
             return Cause.NONE
-        if self.rule.min_scale < self.rule.max_scale:
-            if self.state.scale <= self.rule.min_scale and self.state.left <= 1:
-                return Cause.FLOOR
+        rule, state = self.rule, self.state
+        moves = rule.min_scale < rule.max_scale
+        if moves and state.scale <= rule.min_scale and state.left <= 1:
+            return Cause.FLOOR
         known = self.losses and "loss" not in self.facts.CANNOT
         return Cause.OVERFLOW if known else Cause.UNKNOWN_NONFINITE
 

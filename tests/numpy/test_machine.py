@@ -5,7 +5,7 @@ import json
 import numpy as np
 from conformance.reference import NumpyDriver
 from hypothesis import settings
-from machines.machine import EVERY_RULE, LIMITS, SIZES, Whole, machine_for
+from machines.machine import EVERY_RULE, LIMITS, Whole, machine_for
 
 
 class Numpy(Whole, NumpyDriver):
