@@ -193,6 +193,52 @@ def test_more_micro_batches_after_some_were_dropped(device_path):
 
 
 @both_paths
+def test_a_skip_counts_although_a_micro_batch_was_dropped_before(device_path):
+    w, optimizer, scaler = made(device_path, init_scale=4.0)
+    with scaler.accumulate(drop_bad=True) as window:
+        for slope in (1.0, 3e38):
+            scaler.scale((w * slope).sum()).backward()
+    assert window.dropped == [1]
+    scaler.unscale_(optimizer)
+    w.grad[0] = math.nan
+    scaler.step(optimizer)
+    assert scaler.result.skipped
+    scaler.update()
+    assert (w.item(), scaler.get_scale()) == (0.0, 2.0)
+    assert (scaler.skipped_steps, scaler.consecutive_skips) == (1, 1)
+
+
+@both_paths
+@pytest.mark.parametrize("where", ["before accumulate", "inside"])
+def test_drop_bad_knows_whose_loss_it_was(device_path, where):
+    """A loss was scaled before the micro-batch whose loss is NaN: the scale is not to blame."""
+    w, optimizer, scaler = made(device_path, init_scale=4.0)
+    if where == "before accumulate":
+        scaler.scale((w * 1.0).sum()).backward()
+    with scaler.accumulate(drop_bad=True) as window:
+        if where == "inside":
+            scaler.scale(w.sum())  # no backward
+        for slope in (math.nan, 2.0):
+            scaler.scale((w * slope).sum()).backward()
+    assert (window.dropped, window.kept) == ([0], [1])
+    scaler.step(optimizer)
+    assert scaler.result.stepped
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+@both_paths
+def test_two_losses_without_any_gradient(device_path):
+    w, optimizer, scaler = made(device_path)
+    for loss in (1.0, math.nan):
+        scaler.scale(torch.tensor(loss))
+    scaler.step(optimizer)
+    assert scaler.result.cause is Cause.NO_GRADIENTS
+    scaler.update()
+    assert (w.item(), scaler.get_scale(), scaler.skipped_steps) == (0.0, 2.0**16, 0)
+
+
+@both_paths
 @pytest.mark.parametrize("fused", [False, True])
 def test_two_optimizers_that_skip_together_step_without_what_was_dropped(device_path, fused):
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]

@@ -319,7 +319,7 @@ def moved(
     reading: Reading,
     *,
     retry: bool = False,
-    dropped: bool = False,
+    dropped: Any = False,
     ceiling: float = math.inf,
     xp: Any = None,
 ) -> ScaleState:
@@ -332,8 +332,10 @@ def moved(
     (32768.0, 0, 0)
     """
     after = rule.advance(state, reading, xp)
-    if retry or dropped:
-        after = after._replace(skips=state.skips if retry else 0)
+    if retry:
+        after = after._replace(skips=state.skips)
+    elif dropped is not False:
+        after = after._replace(skips=namespace(xp).where(dropped, 0, after.skips))
     if ceiling < math.inf:
         after = after._replace(scale=namespace(xp).minimum(after.scale, ceiling))
     return after

@@ -15,16 +15,23 @@ from .finite_check import dense, look
 class DropBad:
     """Moves each micro-batch's gradients into a side buffer if they are finite, else drops them.
 
-    `agree(bad, found, which, params)` says what all ranks think of the micro-batch: was it bad, and
-    did it leave any gradients?
+    `agree(bad, found, losses, params)` says what all ranks think of the micro-batch: was it bad,
+    and did it leave any gradients? `count()` is how many losses were scaled in this window; those
+    that left no gradients by themselves belong to the next micro-batch.
     """
 
-    def __init__(self, agree: Callable[[bool, bool, int, list[Tensor]], tuple[bool, bool]]) -> None:
+    def __init__(
+        self,
+        agree: Callable[[bool, bool, range, list[Tensor]], tuple[bool, bool]],
+        count: Callable[[], int],
+    ) -> None:
         self.kept: list[int] = []
         """Indices of the micro-batches that were added up."""
         self.dropped: list[int] = []
         """Indices of those that were not."""
-        self._agree = agree
+        self.losses_dropped: list[int] = []
+        """Indices of their losses in the window."""
+        self._agree, self._count, self._first = agree, count, count()
         self._sums: dict[Tensor, Tensor | None] = {}
         self._seen = 0
         self._expected = False
@@ -43,11 +50,14 @@ class DropBad:
         self._expected = False
         grads = {p: p.grad for p in self._sums if p.grad is not None}
         bad = bool(look([dense(g) for g in grads.values()], 1.0, amax=False).nonfinite)
-        bad, found = self._agree(bad, bool(grads), self._seen, list(self._sums))
+        losses = range(self._first, self._count())
+        bad, found = self._agree(bad, bool(grads), losses, list(self._sums))
         if not found:
             return
+        self._first = losses.stop
         if bad:
             self.dropped.append(self._seen)
+            self.losses_dropped += losses
         else:
             self.kept.append(self._seen)
             with torch.no_grad():

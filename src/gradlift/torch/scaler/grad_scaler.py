@@ -448,7 +448,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         >>> window.dropped, w.grad
         ([1], tensor([5.]))
         """
-        dropping = DropBad(lambda *batch: self._scale_of(key).agree_on_batch(*batch))
+        scale = self._scale_of(key)
+        dropping = DropBad(scale.agree_on_batch, lambda: len(scale.micro))
         if drop_bad and self._settings.sharded is not False:
             raise MisuseError(
                 "drop_bad needs a scaled loss on every rank, micro-batch by micro-batch; with "
@@ -461,7 +462,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         finally:
             self._dropping = None
         if dropping.dropped:
-            self._scale_of(key).drop(dropping.dropped)
+            scale.drop(dropping)
 
     # torch's own accessors
 

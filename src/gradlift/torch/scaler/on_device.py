@@ -133,7 +133,7 @@ class OnDevice:
         if len(flags) < 2:
             return flags[0] if flags else False
         losses = torch.stack(list(flags))
-        return losses.any().logical_and(losses.all().logical_or(nonfinite))
+        return losses.any() & (losses.all() | nonfinite)  # without gradients a plain False
 
     def level(self, flags: Sequence[Any]) -> Any:
         if not flags:

@@ -37,6 +37,7 @@ from ..probing import claim, largest, probed, release, samples, watchers, window
 from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, RankRow, gather
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.sharding import distributed
+from .accumulation import DropBad
 from .finite_check import dense
 from .graph import FullPrecision, leaves
 from .on_device import OnDevice
@@ -84,6 +85,8 @@ class Scale:
         self.micro: list[MicroBatch] = []
         self.dropped: list[int] = []
         """Micro-batches that are no part of the gradients."""
+        self.none_kept_of = 0
+        """How many losses had been scaled when all micro-batches had been dropped."""
         if self.home.late:
             self.home.begin()
 
@@ -147,14 +150,13 @@ class Scale:
 
     # micro-batches that are dropped
 
-    def drop(self, micro_batches: list[int]) -> None:
-        """These are no part of the gradients: their losses no longer count, but an overflow among
-        them still moves the scale."""
-        for i in micro_batches:
-            while i >= len(self.micro):
-                self.micro.append(MicroBatch(False, False))
+    def drop(self, dropping: DropBad) -> None:
+        """Its bad micro-batches are no part of the gradients: their losses no longer count, but an
+        overflow among them still moves the scale."""
+        for i in dropping.losses_dropped:
             self.micro[i].dropped = True
-        self.dropped = micro_batches
+        self.dropped = dropping.dropped
+        self.none_kept_of = 0 if dropping.kept else len(self.micro)
 
     @property
     def overflow_dropped(self) -> bool:
@@ -172,25 +174,23 @@ class Scale:
     def nothing_kept(self) -> bool:
         """Was every micro-batch of this window dropped? Gradients may be there all the same: zeros
         of `zero_grad(set_to_none=False)`, by which momentum and weight decay would move weights."""
-        return bool(self.dropped) and all(m.dropped for m in self.micro)
+        return bool(self.dropped) and self.none_kept_of == len(self.micro)
 
     def agree_on_batch(
-        self, bad: bool, found: bool, which: int, params: list[Tensor]
+        self, bad: bool, found: bool, losses: range, params: list[Tensor]
     ) -> tuple[bool, bool]:
         """Was a micro-batch bad on any rank, and did it leave gradients on any? A loss that was
         non-finite on one rank counts on all, or on none if the ranks do not communicate: else only
         some would lower their scale for it."""
         group = self.group_of(Parameters(params))
-        known = which < len(self.micro)
-        loss_bad = known and bool(self.micro[which].loss_nonfinite)
+        loss_bad = any(bool(self.micro[i].loss_nonfinite) for i in losses)
         if group.group is not None:
             row = torch.tensor([bad, found, loss_bad], dtype=torch.float32, device=self.home.device)
             bad, found, loss_bad = map(bool, gather(row, group).amax(0).tolist())
-        if known:
-            flag: Any = loss_bad and group.sees_all_losses
-            if isinstance(self.micro[which].loss_nonfinite, Tensor):
-                flag = torch.full_like(self.micro[which].loss_nonfinite, flag)
-            self.micro[which].loss_nonfinite = flag
+        flag = loss_bad and group.sees_all_losses
+        for m in (self.micro[i] for i in losses if found):
+            held = m.loss_nonfinite
+            m.loss_nonfinite = torch.full_like(held, flag) if isinstance(held, Tensor) else flag
         return bad, found
 
     def notes(self) -> tuple[Note, ...]:
@@ -560,11 +560,12 @@ class Scale:
     def advance(self, reading: Reading, *, retry: bool = False) -> Reading:
         """Moves the scale; returns the reading that is recorded. A retry is no skip, nor is a step
         that was applied without some of its micro-batches."""
-        without_some = bool(self.dropped) and self.applied_without_some
-        seen = reading
+        home, seen, without_some = self.home, reading, False
         if self.dropped and self.overflow_dropped and reading.checked is not False:
             seen = reading._replace(nonfinite=True)
-        home = self.home
+            if self.applied_without_some:
+                ns = namespace(home.xp)
+                without_some = ns.not_(ns.or_(reading.nonfinite, reading.loss_nonfinite))
         if watchers:
             window_ended(self, seen, home.state.scale, retry)
         self.learned = True
@@ -577,9 +578,9 @@ class Scale:
             ceiling=self.ceiling,
             xp=home.xp,
         )
-        counts = not retry and not without_some and reading.checked is not False
+        counts = not retry and reading.checked is not False
         home.move(after, after.skips > 0 if counts else False)
-        return reading._replace(nonfinite=False) if without_some else reading
+        return reading
 
     def carry_out_deferred(self) -> Window | None:
         """skip="all": steps that waited for all optimizers' gradients; the last of them."""

@@ -1,0 +1,34 @@
+"""apex's amp at O1: windows and journals in any order, beside the reference."""
+
+import numpy as np
+from conformance.suite import START
+from hypothesis import settings
+from machines.machine import BACKOFF, Whole, machine_for
+from test_conformance_apex import ApexDriver
+
+
+class Apex(Whole, ApexDriver):
+    CAN = set()
+    RULES, LIMITS, WINDOWS, mixes = [*BACKOFF, "auto"], [{}], (1, 2, 3), False
+    sums, averages, half_weights = np.float32, False, False
+
+    def weights(self):
+        return {n: self.net[n].detach().numpy() for n in START}
+
+    def get_scale(self):
+        return self.scaler.get_scale()
+
+    def everything(self):
+        return {n: w.tobytes() for n, w in self.weights().items()}
+
+
+ApexMachine = machine_for(Apex)
+MACHINES = [ApexMachine]
+TestApex = ApexMachine.TestCase
+TestApex.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+)
