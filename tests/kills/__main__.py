@@ -1,6 +1,6 @@
 """Kills runs of every adapter and prints what came of it: `make kills`, or
 
-    python -m kills [--kills 100] [--seed 0] [numpy | torch | jax | keras ...]
+python -m kills [--kills 100] [--seed 0] [numpy | torch | jax | keras ...]
 """
 
 import argparse
