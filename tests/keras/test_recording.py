@@ -115,6 +115,27 @@ def test_the_journal_is_complete(together, every, tmp_path):
     assert told["loss_scale"] == [run.steps[82].next_scale, run.steps[-1].next_scale]
 
 
+@pytest.mark.parametrize("every", [None, 7])
+def test_the_journal_has_every_step_that_a_checkpoint_has(every, tmp_path):
+    """Else a run that is killed and resumed would lack the steps between the last look and it."""
+
+    class Saver(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                self.model.save_weights(tmp_path / "model.weights.h5")
+                had.append([s.step for s in read_journal(tmp_path / "run.jsonl").steps])
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save(tmp_path / "model.keras")
+            had.append([s.step for s in read_journal(tmp_path / "run.jsonl").steps])
+
+    had = []
+    logger = ScaleLogger(tmp_path / "run.jsonl", every=every)
+    fit(line(lifted()), *[0.5] * 8, callbacks=[Saver(), logger])
+    assert had == [[*range(5)], [*range(8)]]
+    assert [s.step for s in read_journal(tmp_path / "run.jsonl").steps] == [*range(8)]
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras runs torch one step at a time")
 def test_missing_steps_are_noted(tmp_path):
     model = line(lifted(), steps_per_execution=70)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import stories_fsdp  # noqa: F401  each puts its stories into STORIES
 import stories_meshes  # noqa: F401
 import stories_pipeline  # noqa: F401
+import stories_uneven  # noqa: F401
 import stories_whole  # noqa: F401
 import torch.distributed as dist
 from rank_stories import STORIES, rank, world

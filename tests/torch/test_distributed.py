@@ -89,8 +89,22 @@ WORLDS = {
         "only_rank_0_records_on_device",
         "masters_under_ddp",
         "masters_under_fsdp1",
+        "a_rank_leaves",
+        "a_rank_leaves_on_device",
+        "a_rank_has_no_batch_at_all",
+        "a_rank_leaves_that_accumulates",
+        "a_rank_leaves_with_two_optimizers",
+        "a_rank_leaves_with_old_moments",
+        "a_rank_leaves_ddp_alone",
+        "without_a_group_a_rank_leaves_as_with_torch",
     ],
-    3: [*COMMON, "some_ranks_only", "a_mesh_of_some_ranks"],
+    3: [
+        *COMMON,
+        "some_ranks_only",
+        "a_mesh_of_some_ranks",
+        "ranks_leave_one_by_one",
+        "a_rank_skips_a_call_inside_join",
+    ],
     4: [
         *COMMON,
         "hsdp",
@@ -545,6 +559,67 @@ def test_a_mesh_of_some_ranks_makes_its_own_group():
     assert third["rows"] == []
 
 
+# Uneven inputs
+
+LEAVERS = [
+    (2, "a_rank_leaves", [2, 6]),
+    (2, "a_rank_leaves_on_device", [2, 6]),
+    (2, "a_rank_has_no_batch_at_all", [0, 3]),
+    (2, "a_rank_leaves_that_accumulates", [1, 3]),
+    (2, "a_rank_leaves_with_two_optimizers", [1, 3]),
+    (3, "ranks_leave_one_by_one", [1, 3, 6]),
+]
+
+
+@pytest.mark.parametrize(("world", "name", "batches"), LEAVERS)
+def test_ranks_with_fewer_batches_leave_and_nobody_waits(world, name, batches):
+    """The last rank's troubles come when others have left; at the end all are alike again."""
+    said = tell(world, name)
+    assert [each["inside"] for each in said] == batches
+    rows = [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD, CLEAN][: max(batches)]
+    assert verdicts(said[-1]["rows"]) == [*rows, CLEAN]
+    assert agreed(said, "steps") == max(batches) + 1
+    assert agreed(said, "scale") == 128.0
+    agreed(said, "weights")
+    assert agreed(said, "enabled") is False  # later passes are as if it had not been
+    assert max(each["seconds"] for each in said) < 60  # the group's timeout is 120
+
+
+def test_without_a_group_join_still_gives_all_ranks_one_state():
+    said = tell(2, "without_a_group_a_rank_leaves_as_with_torch")
+    agreed(said, "weights")
+    assert agreed(said, "state") == 3
+
+
+def test_moments_of_a_rank_that_left_are_old_and_it_says_so():
+    left, last = tell(2, "a_rank_leaves_with_old_moments")
+    assert "load it from rank 1" in left["said"][0]
+    assert last["said"] == []
+
+
+def test_ddp_s_own_join_is_refused_at_the_first_step():
+    said = tell(2, "a_rank_leaves_ddp_alone")
+    at_step, both, bare = agreed(said, "said")
+    assert at_step.startswith("MisuseError: a rank that leaves model.join() cannot take part")
+    assert "`with scaler.join(model):`" in at_step
+    assert "`with scaler.join(model):`" in both
+    assert "wants a DistributedDataParallel, this is Sequential" in bare
+    assert agreed(said, "kept") is True
+
+
+def test_a_missing_call_inside_join_is_found_by_all():
+    said = tell(3, "a_rank_skips_a_call_inside_join")
+    words = [each["said"] for each in said]
+    calls = "calls differ: rank 0 has a step, rank 1 has the next forward pass. Inside scaler.join"
+    assert [w.partition(" calls")[0] for w in words] == [
+        "RankError: step():",
+        "RankError: scaler.join():",
+        "RankError: scaler.join():",
+    ]
+    assert all(calls in w for w in words)
+    assert [each["steps"] for each in said] == [1, 1, 1]
+
+
 # Bad weather
 
 
@@ -552,12 +627,23 @@ def test_a_mesh_of_some_ranks_makes_its_own_group():
 def test_a_lost_rank_is_an_error_in_words(case, least, most):
     """No later than the group's timeout of 5 seconds; nothing is stepped, nothing half done."""
     said, _ = run("weather_job.py", 2, case)
-    assert said["said"].startswith("RankError: ranks 0-1 could not agree; the collective failed")
+    told = "RankError: step(): ranks 0-1 could not agree; the collective failed"
+    assert said["said"].startswith(told)
     assert "Restart from the last checkpoint" in said["said"]
     assert said["from"] == "RuntimeError"
     assert least <= said["seconds"] <= most
     assert said["kept"] == [-1.0] * 3  # of the first step
     assert said["windows"] == 0
+
+
+def test_a_missing_call_is_an_error_on_every_rank_and_never_a_drift():
+    """Within the timeout of 5 seconds; a straggler before it is no error."""
+    zero, one = run("weather_job.py", 2, "skips")
+    told = "RankError: unscale_(): ranks 0-1 could not agree; the collective failed after"
+    assert zero["said"].startswith(told)
+    assert one["said"].startswith("RuntimeError: ")  # in the backward pass: torch's own words
+    assert (zero["steps"], one["steps"]) == (2, 2)
+    assert zero["kept"] is one["kept"] is True
 
 
 def test_groups_that_were_destroyed_and_made_again():

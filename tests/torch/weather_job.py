@@ -82,6 +82,36 @@ def lost():
     )
 
 
+def skips():
+    """Rank 1 does not step once: DDP's average of its next backward meets rank 0's decision."""
+    begin()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, steps, kept = GradScaler("cpu", init_scale=8.0, process_group=group), 0, []
+
+    def train():
+        nonlocal steps
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 1 and rank == 0:
+                time.sleep(1.0)  # a straggler is waited for
+            scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+            kept[:] = [p.detach().clone() for p in model.parameters()]
+            if rank == 0 or step != 2:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                steps += 1
+            scaler.update()
+
+    try:
+        said = attempt(train)
+    except RuntimeError as error:  # in torch's own call
+        said = {"said": f"RuntimeError: {error}"}
+    kept = all(map(torch.equal, kept, model.parameters()))
+    leave({**said, "steps": steps, "kept": kept})
+
+
 def made_again():
     """Groups are destroyed, and other ones take their place: of as many ranks, then of one."""
     begin()
@@ -132,4 +162,4 @@ def forked():
     leave({"rows": told})
 
 
-{"dies": lost, "hangs": lost, "made-again": made_again, "forked": forked}[case]()
+{"dies": lost, "hangs": lost, "skips": skips, "made-again": made_again, "forked": forked}[case]()

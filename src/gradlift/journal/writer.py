@@ -13,6 +13,7 @@ Fields at their default are left out; inf and NaN, which JSON lacks, are strings
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -38,7 +39,8 @@ except ImportError:  # not on Windows
 
 _FRAMEWORKS = ("torch", "jax", "keras", "tensorflow", "numpy", "mxnet")
 _BACKLOG = 4 * 2**20  # bytes kept while a file cannot be written
-_PAUSE = 1.0  # seconds between two attempts at such a file
+_PAUSE = 1.0  # seconds between two attempts at such a file, and between two looks at its place
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there may be room later, in the same file
 
 
 class Sink(Protocol):
@@ -76,7 +78,8 @@ class Journal:
         self._also = list(also)
         self._process = os.getpid()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = _Lines(self.path, torn=self._check_existing(), fsync=fsync)
+        head, torn = self._check_existing()
+        self._lines = _Lines(self.path, head=head, torn=torn, fsync=fsync)
         # A scaler with a path is seldom closed by hand: the file is also closed when the journal is
         # garbage-collected, and at the end of the process.
         self._close_lines = weakref.finalize(self, _close_own, self._lines, self._process)
@@ -86,14 +89,15 @@ class Journal:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
-    def _check_existing(self) -> bool:
-        """Refuses a file that is not a journal; True if its last line is cut off."""
+    def _check_existing(self) -> tuple[bytes, bool]:
+        """Refuses a file that is not a journal; its first line, and whether its last is cut off."""
         if not self.path.exists() or self.path.stat().st_size == 0:
-            return False
+            return b"", False
         with open(self.path, "rb") as file:
-            check_head(file.readline(), self.path)
+            head = file.readline()
+            check_head(head, self.path)
             file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
+            return head, file.read(1) != b"\n"
 
     def describe(self, **facts: Any) -> None:
         """Adds facts to the header: rule, formats, world_size, parameters (name -> size)."""
@@ -195,39 +199,61 @@ class _Lines:
     """A file of whole lines. A line that cannot be written is kept, up to a bound, and retried.
 
     After a short write the file is truncated. Where that fails too, the next line begins with a
-    line end, so that only one line is damaged. The number of dropped lines is recorded in the file.
+    line end, so that only one line is damaged. A file that was removed, or whose file system went
+    away, is opened again at its path. The number of lost lines is recorded in the file.
     """
 
-    def __init__(self, path: Path, *, torn: bool, fsync: bool = False) -> None:
+    def __init__(self, path: Path, *, head: bytes, torn: bool, fsync: bool = False) -> None:
         self.path, self.fsync = path, fsync
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+        self.file = self._open()
+        self.device = os.stat(path.parent).st_dev  # the file system
+        self.head = head  # the file's first line, by which it is known again
         self.torn = torn  # the file ends in the middle of a line
+        self.start, self.ends = self._size(), 0  # line ends written behind `start`
         self.waiting: deque[bytes] = deque()
         self.size = self.dropped = 0
+        self.gone = False  # this file is no longer the one at the path, or takes no writes
         self.again_at = -math.inf
         self.trouble, self.warned = "", False
+        self.end: int | None = None  # of the file, where its system has no locks
+
+    def _open(self) -> Any:
+        """For appending; a file is readable too, so that it can be copied once it was removed."""
+        self.is_file = self.path.is_file() or not self.path.exists()  # else a pipe, or /dev/null
+        return open(self.path, "a+b" if self.is_file else "ab", buffering=0)
+
+    def _size(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
 
     def claim(self) -> None:
         """Refuses a second process at its first line, such as a second rank with the same path. The
-        lock ends with the process, or when the process opens the file again and closes it."""
-        if fcntl is None or not self.path.is_file():  # /dev/null may be shared
-            return
-        try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        lock ends with the process, and when the process opens the file again and closes it."""
+        if not self._locked():
             raise JournalError(
                 f"{self.path} is being written by another process, and their lines would mix. If "
                 "these are two ranks of one job, record on rank 0 alone, or give each rank a file "
                 "of its own"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+            )
+
+    def _locked(self) -> bool:
+        """Takes the lock, or keeps it; False if another process has it."""
+        if fcntl is None or not self.is_file:  # /dev/null may be shared
+            return True
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # a file system without locks
+            self.end = self._size() if self.end is None else self.end
+        return True
 
     def write(self, line: bytes) -> None:
         """Writes a line, or keeps it if it or an earlier one cannot be written."""
-        if (self.waiting or self.dropped) and time.monotonic() >= self.again_at:
+        if not self.head:
+            self.head = line
+        if time.monotonic() >= self.again_at:
             self._catch_up()
-        if self.waiting or not self._put(line):
+        if self.gone or self.waiting or not self._put(line):
             if self.size + len(line) > _BACKLOG:
                 self.dropped += 1
             else:
@@ -236,6 +262,9 @@ class _Lines:
         self._warn_once()
 
     def _catch_up(self) -> None:
+        self.again_at = time.monotonic() + _PAUSE
+        if not self._present():
+            return
         while self.waiting:
             if not self._put(self.waiting[0]):
                 return
@@ -246,26 +275,94 @@ class _Lines:
             if self._put(_line({"kind": "event", "step": None, "what": "note", **note})):
                 self.dropped = 0
 
+    def _present(self) -> bool:
+        """Is the file at its path, ready and locked? Else it is opened again, or made again from
+        what is left of it. Folders are not made again: who removes one may mean it."""
+        if not (self.gone or self._was_removed()):
+            self._locked()  # this process may have read the file and closed it
+            return True
+        self.gone = True
+        try:
+            if not self.path.exists() and os.stat(self.path.parent).st_dev != self.device:
+                raise OSError("its file system is not there")
+            again = self._open()
+        except OSError as error:
+            return self._failed(error)
+        try:
+            again.seek(0)
+            found = again.read()
+            if not found:
+                found = self._left()
+                if again.write(found) != len(found):
+                    again.truncate(0)
+                    raise OSError("it could not be made again")
+            if not found.startswith(self.head):
+                raise OSError("another file is in its place")
+        except OSError as error:
+            again.close()
+            return self._failed(error)
+        self.file.close()
+        self.file = again
+        self.dropped += max(0, self.ends - found.count(b"\n", self.start))
+        self.start, self.ends = len(found), 0
+        self.torn = not found.endswith(b"\n")
+        self.gone = not self._locked()
+        return not self.gone
+
+    def _was_removed(self) -> bool:
+        try:
+            if not self.is_file or os.fstat(self.file.fileno()).st_nlink:
+                return False
+            self.trouble = self.trouble or "it was removed"
+        except OSError as error:
+            self._failed(error)
+        return True
+
+    def _left(self) -> bytes:
+        """What the file held, or its first line if that cannot be read."""
+        try:
+            self.file.seek(0)
+            return self.file.read() or self.head
+        except OSError:
+            return self.head
+
     def _put(self, line: bytes) -> bool:
         """Writes a whole line or nothing; returns whether it was written."""
         data = b"\n" + line if self.torn else line
+        if self.end is not None:
+            self._look_for_others()
         try:
             written = self.file.write(data) or 0
         except OSError as error:
-            return self._failed(error.strerror or str(error))
+            self.gone = error.errno not in _FULL and self.is_file
+            return self._failed(error)
         if written == len(data):
+            self.ends += 1 + self.torn
             self.torn = False
+            if self.end is not None:
+                self.end = self._size()
             if self.fsync:
                 self._sync()
             return True
         try:
-            self.file.truncate(os.fstat(self.file.fileno()).st_size - written)
+            self.file.truncate(self._size() - written)
         except OSError:  # a pipe, or a file system that cannot
             if written:
                 self.torn = data[written - 1 : written] != b"\n"
             if written == len(data) - 1:
                 return True  # all but the line end, with which the next line begins
-        return self._failed(f"{written} of {len(data)} bytes were written")
+        return self._failed(OSError(f"{written} of {len(data)} bytes were written"))
+
+    def _look_for_others(self) -> None:
+        """Without locks a second process shows by its lines only."""
+        if self._size() != self.end:
+            self.end = None
+            warn(
+                f"{self.path} holds lines of another process among this one's: its file system "
+                "has no locks, so the second writer could not be refused. Record on rank 0 alone, "
+                "or give each rank a file of its own",
+                JournalWarning,
+            )
 
     def _sync(self) -> None:
         try:
@@ -273,9 +370,9 @@ class _Lines:
         except OSError as error:  # the line is in the file, if not on the disk
             self.trouble = self.trouble or f"fsync: {error.strerror}"
 
-    def _failed(self, why: str) -> bool:
+    def _failed(self, error: OSError) -> bool:
         self.again_at = time.monotonic() + _PAUSE
-        self.trouble = self.trouble or why
+        self.trouble = self.trouble or error.strerror or str(error)
         return False
 
     def _warn_once(self) -> None:
@@ -291,7 +388,8 @@ class _Lines:
     def close(self) -> None:
         if self.file.closed:
             return
-        self._catch_up()
+        if self.waiting or self.dropped:
+            self._catch_up()
         self.file.close()
         lost = len(self.waiting) + self.dropped
         if lost:

@@ -387,7 +387,10 @@ the "window" so far |
         }
 
     def save_own_variables(self, store: Any) -> None:
-        """The variables by number, as Keras does, and the rule they belong to."""
+        """The variables by number, as Keras does, and the rule they belong to. A journal gets the
+        steps that are saved first, for a run that is resumed from here does not make them again."""
+        if self._conclusions.channels:
+            self.enforce()
         super().save_own_variables(store)
         store["rule"] = rule_bytes(self.rule)
 

@@ -10,7 +10,8 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ..scaler.settings import DropIn
 
 NOT_TAKEN = -1.0
+LEFT, BEGINS = 0.0, -1.0  # in place of a scale: the rank has no batch left, or begins a pass
 NORM, AMAX, CLIPS = 1, 2, 4  # bits of what a rank asks for
 
 
@@ -66,8 +68,12 @@ class Agreed(NamedTuple):
     """As contributed by the rank whose parameter backward reached first."""
 
 
+uneven: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Process groups inside `GradScaler.join`, some ranks of which may have left."""
+
+
 @contextlib.contextmanager
-def in_words(ranks: Iterable[int]) -> Iterator[None]:
+def in_words(ranks: Iterable[int], call: str) -> Iterator[None]:
     """What a backend has to say of a rank that is lost, with what it means and what to do."""
     began = time.monotonic()
     try:
@@ -79,7 +85,7 @@ def in_words(ranks: Iterable[int]) -> Iterator[None]:
                 'backend for each device: init_process_group("cpu:gloo,cuda:nccl")'
             ) from error
         raise RankError(
-            f"ranks {listed(ranks)} could not agree; the collective failed after "
+            f"{call}: ranks {listed(ranks)} could not agree; the collective failed after "
             f"{time.monotonic() - began:.1f} s: {error!s:.300}. One of them has died, hangs, or "
             "did not come to the same call: the log of the rank that ended first says why. Nothing "
             "was stepped here. Restart from the last checkpoint; how long ranks wait is "
@@ -89,28 +95,70 @@ def in_words(ranks: Iterable[int]) -> Iterator[None]:
 
 def gather(packed: Tensor, group: RankGroup) -> Tensor:
     """One row a rank, in the order of the group."""
-    table = packed.new_empty(group.size, packed.numel())
-    with in_words(group.ranks):
-        dist.all_gather(list(table.unbind(0)), packed, group=group.group)
+    if group.group in uneven:
+        return _gather_uneven(packed, group)
+    return _gathered(packed, group.group, group.ranks, group.call)
+
+
+def _gathered(row: Tensor, group: Any, ranks: Sequence[int], call: str) -> Tensor:
+    table = row.new_empty(len(ranks), row.numel())
+    with in_words(ranks, call):
+        dist.all_gather(list(table.unbind(0)), row, group=group)
     return table
+
+
+def _gather_uneven(packed: Tensor, group: RankGroup) -> Tensor:
+    """Ranks that have left do not know what is gathered: every row has the same form. This waits
+    for a device."""
+    row = packed.new_ones(len(RankRow._fields), dtype=torch.float64)
+    row[: packed.numel()] = packed
+    table = _gathered(row, group.group, group.ranks, group.call)
+    same_call(table, group.ranks, group.call)
+    return table[:, : packed.numel()].to(packed.dtype)
+
+
+def stand_in(kind: float, group: Any, device: torch.device, call: str) -> bool:
+    """The row of a rank that has left, or that begins a pass; are the others beginning one too?"""
+    row = RankRow(False, 0, False, False, own_norm=0.0, scale=kind)
+    ranks = tuple(ranks_of(group))
+    packed = torch.tensor([float(x) for x in row], dtype=torch.float64, device=device)
+    return same_call(_gathered(packed, group, ranks, call), ranks, call)
+
+
+def same_call(table: Tensor, ranks: Sequence[int], call: str) -> bool:
+    """Do the ranks that are there begin a forward pass? Raises if only some of them do."""
+    kinds = {r: kind for r, kind in zip(ranks, table[:, _SCALE].tolist()) if kind != LEFT}
+    begin = [kind == BEGINS for kind in kinds.values()]
+    if any(begin) and not all(begin):
+        calls = ["the next forward pass" if b else "a step" for b in begin]
+        raise RankError(
+            f"{call}: {differing('calls', kinds, calls)}. Inside scaler.join() all ranks that "
+            "still have batches call unscale_(), clip_grad_norm_() and step() equally often for "
+            "each forward pass"
+        )
+    return all(begin)
 
 
 def agree(mine: RankRow, group: RankGroup, device: torch.device | None = None) -> Agreed:
     """All rows, combined. Without a device in numbers, by way of float64; on a device in float32
     tensors, where nothing waits but the comparison, once after a scale was set by hand. Should
     scales differ there nevertheless, no rank steps."""
+    if group.group not in uneven:
+        group.refuse_join()
     if device is None:
         row = [NOT_TAKEN if x != x else float(x) for x in mine]
         table = gather(torch.tensor(row, dtype=torch.float64), group)
     else:
         table = gather(packed(mine, device), group)
     if device is None or not group.compared:
-        compare([RankRow(*row) for row in table.tolist()], group)
+        rows = {r: RankRow(*row) for r, row in zip(group.ranks, table.tolist())}
+        compare({r: row for r, row in rows.items() if row.scale != LEFT}, group)
     top = RankRow(*table.amax(0))
     own = torch.cat([table[:, _OWN_NORM], top.shared_norm.reshape(1)])
     most = own.amax().clamp(min=torch.finfo(table.dtype).tiny)
     norm = torch.linalg.vector_norm(own / most) * most  # a square might leave the format
-    differs = table[:, _SCALE].amin() != top.scale
+    scales = table[:, _SCALE]
+    differs = torch.where(scales == LEFT, top.scale, scales).amin() != top.scale
     nonfinite = (top.nonfinite > 0).logical_or(differs)
     blamed, known = loss_blamed(top.loss_level, top.nonfinite), top.loss_known > 0
     reading = Reading(
@@ -149,16 +197,16 @@ def packed(numbers: Iterable[Any], device: torch.device) -> Tensor:
     )
 
 
-def compare(rows: list[RankRow], group: RankGroup) -> None:
+def compare(by_rank: dict[int, RankRow], group: RankGroup) -> None:
     """All ranks see the same rows, so if they differ all raise the same error at the same time."""
-    asks = 0
+    ranks, rows, asks = list(by_rank), list(by_rank.values()), 0
     for row in rows:
         asks |= int(row.asks)
     if group.has_shards:  # else what the asking rank has is what all have
         group.asked_norm, group.asked_amax = bool(asks & NORM), bool(asks & AMAX)
     if len({row.scale for row in rows}) > 1:
         raise RankError(
-            f"{differing('scales', group.ranks, [row.scale for row in rows])}. Their gradients "
+            f"{differing('scales', ranks, [row.scale for row in rows])}. Their gradients "
             "cannot be added up. Load the same scaler state on every rank, set scales by hand on "
             "all or none, compute losses in float32 (a float16 loss caps the scale of the rank "
             "that scales it), and if optimizers lie on different meshes, or some of them on none, "
@@ -167,13 +215,13 @@ def compare(rows: list[RankRow], group: RankGroup) -> None:
     clips = ["clipping" if int(row.asks) & CLIPS else "no clipping" for row in rows]
     if len({*clips}) > 1:
         raise RankError(
-            f"{differing('calls', group.ranks, clips)}. Their weights would part. Call "
+            f"{differing('calls', ranks, clips)}. Their weights would part. Call "
             "clip_grad_norm_(), or step() with max_norm=, on every rank or on none"
         )
     layouts = [int(row.layout) for row in rows]
     if len({*layouts} - {0}) > 1:
         raise RankError(
-            f"{differing('parameters', group.ranks, layouts)} (a checksum of shapes, dtypes, "
+            f"{differing('parameters', ranks, layouts)} (a checksum of shapes, dtypes, "
             "requires_grad and order). Give the optimizer the same parameters in the same order on "
             "every rank: a set has no order. If each rank holds parameters of its own (a pipeline, "
             "hand-made shards), say so with sharded=True"
@@ -228,7 +276,7 @@ def assert_in_sync(scaler: DropIn, group: Any) -> None:
     if len(ranks) == 1:
         return
     everyone: list[Any] = [None] * len(ranks)
-    with in_words(ranks):
+    with in_words(ranks, "assert_in_sync()"):
         dist.all_gather_object(everyone, _facts(scaler), group=group)
     for name in dict.fromkeys(name for facts in everyone for name in facts):
         values = [facts.get(name, "none") for facts in everyone]

@@ -3,6 +3,7 @@ global norm."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 import zlib
 from bisect import bisect, insort
@@ -11,6 +12,7 @@ from functools import cached_property
 from operator import is_
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,6 +51,8 @@ class RankGroup:
     """The weight of every parameter, None if they differ."""
     asked_norm = asked_amax = False
     """Has some rank asked for these, say for its journal?"""
+    call = "step()"
+    """In which call of the user they agree."""
     compared = False
     """Have scales and layouts been compared since the scale was last set by hand?"""
 
@@ -96,6 +100,23 @@ class RankGroup:
             if self.same_parameters and not any(map(is_flattened, self.params))
             else 0
         )
+
+    @cached_property
+    def _ddp(self) -> list[Any]:
+        """The DDP modules that hold its parameters, as weak references."""
+        kind = torch.nn.parallel.DistributedDataParallel
+        mine = {id(p) for p in self.params}
+        found = [m for m in gc.get_objects() if issubclass(type(m), kind)]
+        return [weakref.ref(m) for m in found if mine & {id(p) for p in m.parameters()}]
+
+    def refuse_join(self) -> None:
+        """DDP's own `join()` stands in for DDP's collectives only: a rank that leaves would be
+        waited for, until the timeout."""
+        if any(m is not None and m._join_config.enable for m in (ref() for ref in self._ddp)):
+            raise MisuseError(
+                "a rank that leaves model.join() cannot take part in the scaler's decision, and "
+                "the others would wait for it: write `with scaler.join(model):`"
+            )
 
     def fits(self, params: list[Tensor], given: Any) -> bool:
         """Is this still the group of these parameters? Groups may have been made anew."""

@@ -125,6 +125,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 f"{call} was called after step() on this optimizer: call scaler.update() first, "
                 "once an iteration"
             )
+        scale.call = call
         return scale, scale.inspect(optimizer, norm=clips)
 
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
@@ -463,6 +464,21 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             self._dropping = None
         if dropping.dropped:
             scale.drop(dropping)
+
+    def join(self, model: Any, **how: Any) -> contextlib.AbstractContextManager[None]:
+        """`with model.join():` for a scaler with a process group: ranks may have different numbers
+        of batches. A rank that has none left stands in for its part of the collectives.
+
+        At the end all ranks have the weights and the scaler's state of the last one; an optimizer's
+        state is each rank's own. `how` is that of `DistributedDataParallel.join`.
+        """
+        from ..ranks.joining import joined
+
+        return joined(self, model, **how)
+
+    def join_hook(self, **_: Any) -> Any:
+        """Says how a scaler takes part in torch's `Join`."""
+        raise MisuseError("Join([model, scaler]) is written `with scaler.join(model):`")
 
     # torch's own accessors
 

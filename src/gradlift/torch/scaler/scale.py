@@ -69,6 +69,8 @@ class Scale:
         """Reads a window of a device, which is concluded one step later."""
         self.full = FullPrecision()
         self.learned = False
+        self.call = "step()"
+        """The call in which gradients are looked at, for errors."""
         self.stale = False
         """Was a state loaded in mid-window, so that gradients may carry another scale?"""
         self.clear()
@@ -183,6 +185,7 @@ class Scale:
         non-finite on one rank counts on all, or on none if the ranks do not communicate: else only
         some would lower their scale for it."""
         group = self.group_of(Parameters(params))
+        group.call = "accumulate(drop_bad=True)"
         loss_bad = any(bool(self.micro[i].loss_nonfinite) for i in losses)
         if group.group is not None:
             row = torch.tensor([bad, found, loss_bad], dtype=torch.float32, device=self.home.device)
@@ -328,6 +331,7 @@ class Scale:
     def _agree(self, window: Window, mine: Reading, level: Any, *, amax: bool, clips: bool) -> None:
         """What all ranks show together becomes this one's reading, norm and culprit."""
         group, probe = window.group, self._probed(window)
+        group.call = self.call
         agreed = self.home.agree(
             window,
             RankRow(
