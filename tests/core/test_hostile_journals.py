@@ -8,25 +8,29 @@ import hostile_journals
 import pytest
 from click.testing import CliRunner
 
+import gradlift
 from gradlift import read_journal
-from gradlift.cli._group import gradlift
-from gradlift.errors import JournalError, JournalWarning
+from gradlift.cli._group import gradlift as commands
+from gradlift.errors import GradliftError, JournalError, JournalWarning
 
 COMMANDS = [
     ["doctor"],
+    ["doctor", "--json"],
     ["report", "--text"],
     ["report", "--json"],
     ["replay", "--rule", "megatron"],
+    ["replay", "--rule", "auto", "--retries", "2"],
     ["find-scale"],
+    ["find-scale", "--json"],
     ["watch", "--once"],
 ]
-SLICE = 120
+SLICE = 60  # of all values at all places, and as many changes of bytes
 PAGES = 10  # of the slice: a page takes longer
 
 
 def call(*words):
     with warnings.catch_warnings():
-        return CliRunner().invoke(gradlift, [str(word) for word in words])
+        return CliRunner().invoke(commands, [str(word) for word in words])
 
 
 def check(done, what):
@@ -51,15 +55,29 @@ def test_a_slice_of_all_damaged_journals(sound, tmp_path):
     tried(random.Random(0).sample(every, SLICE), tmp_path)
 
 
-def tried(cases, folder):
-    path, page = folder / "run.jsonl", folder / "page.html"
+def test_a_slice_of_random_changes(sound, tmp_path):
+    journal, source = "\n".join(sound) + "\n", random.Random(0)
+    tried([hostile_journals.mutated(journal, source) for _ in range(SLICE)], tmp_path)
+
+
+def tried(cases, folder, pages=PAGES):
+    """Every command on every journal, and the calls that they stand for."""
+    path, page, done = folder / "run.jsonl", folder / "page.html", 0
     for i, (name, journal) in enumerate(cases):
-        path.write_text(journal)
-        for words in COMMANDS:
-            check(call(*words, path), f"{words[0]}: {name}")
-        check(call("compare", path, path), f"compare: {name}")
-        if i < PAGES:
-            check(call("report", path, "-o", page), f"report: {name}")
+        path.write_bytes(journal if isinstance(journal, bytes) else journal.encode())
+        others = [["compare", path], *([["report", "-o", page]] if i < pages else [])]
+        for words in [*COMMANDS, *others]:
+            check(call(*words, path), f"{words}: {name}")
+            done += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                run = read_journal(path)
+                gradlift.replay(run, "auto")
+                gradlift.diagnose(run)
+            except GradliftError:
+                pass
+    return done
 
 
 @pytest.mark.parametrize(
@@ -151,9 +169,12 @@ if __name__ == "__main__":
     import tempfile
     from pathlib import Path
 
-    where = Path(tempfile.mkdtemp())
+    where, done = Path(tempfile.mkdtemp()), 0
     hostile_journals.write(where / "sound.jsonl")
-    all_cases = list(hostile_journals.cases((where / "sound.jsonl").read_text().splitlines()))
+    journal, source = (where / "sound.jsonl").read_text(), random.Random(1)
+    all_cases = list(hostile_journals.cases(journal.splitlines()))
+    all_cases += [hostile_journals.mutated(journal, source) for _ in range(4000)]
     for start in range(0, len(all_cases), 100):
-        tried(all_cases[start : start + 100], where)
-        print(f"{min(start + 100, len(all_cases))} of {len(all_cases)} journals", flush=True)
+        done += tried(all_cases[start : start + 100], where)
+        tried_now = min(start + 100, len(all_cases))
+        print(f"{tried_now} of {len(all_cases)} journals, {done} commands", flush=True)
