@@ -117,9 +117,11 @@ def culprits(grads: Grads, scale: float = 1.0) -> tuple[Culprit, ...]:
     largest = FP32.max * min(1.0, scale)
     bad = []
     for name, g in _named(grads):
+        with np.errstate(over="ignore"):  # a longdouble beyond float64 is inf
+            beyond = np.abs(g, dtype=np.float64) > largest
         if np.isnan(g).any():
             bad.append(Culprit(name, "nan"))
-        elif (np.abs(g) > largest).any():
+        elif beyond.any():
             bad.append(Culprit(name, "inf"))
     return tuple(reversed(bad))
 
