@@ -2,9 +2,12 @@
 
 import os
 import random
+import subprocess
+import sys
 import warnings
 
 import hostile_journals
+import large_journals
 import pytest
 from click.testing import CliRunner
 
@@ -12,6 +15,7 @@ import gradlift
 from gradlift import read_journal
 from gradlift.cli._group import gradlift as commands
 from gradlift.errors import GradliftError, JournalError, JournalWarning
+from gradlift.journal import Journal, Step
 
 COMMANDS = [
     ["doctor"],
@@ -131,6 +135,70 @@ def test_names_of_files_do_not_steer_the_terminal(sound, tmp_path):
     assert r"\x1b[31m" in call("report", "--text", folder).output
     check(call("compare", folder, folder), "compare")
     check(call("run", tmp_path / "nowhere\x1b[2J.py"), "run")
+
+
+# Files that are no journals, and large ones
+
+
+def test_files_of_other_kinds_are_refused_in_one_line(tmp_path):
+    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
+    os.mkfifo(pipe)
+    loop.mkdir()
+    (loop / "journal.jsonl").symlink_to(loop / "journal.jsonl")
+    (tmp_path / "folder" / "journal.jsonl").mkdir(parents=True)
+    (tmp_path / "binary").write_bytes(random.Random(0).randbytes(10_000))
+    others = [
+        pipe,
+        loop,
+        tmp_path / "folder",
+        tmp_path / "binary",
+        tmp_path,
+        "/dev/zero",
+        "x" * 5000,
+    ]
+    for path in others:
+        for words in COMMANDS:
+            done = call(*words, path)
+            assert (done.exit_code, done.exception.__class__) == (2, SystemExit), (words, path)
+            assert done.output.startswith("gradlift: ")
+            assert done.output.count("\n") == 1
+    with pytest.raises(JournalError, match="null byte"):
+        read_journal("a\0b")
+
+
+MEASURED = """
+import resource, sys
+from gradlift.cli._group import gradlift
+try:
+    gradlift(sys.argv[1:])
+except SystemExit as end:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+    sys.exit(end.code)
+"""
+
+
+@pytest.mark.parametrize("name", ["culprits_many_lines", "deep", "sample_exponents"])
+def test_ten_megabytes_of_the_worst_cost_less_than_a_gigabyte(name, tmp_path):
+    """`python tests/core/large_journals.py` measures all of them."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(large_journals.made(name))
+    for words in (["doctor"], ["find-scale"]):
+        command = [sys.executable, "-c", MEASURED, *words, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode in (0, 1), done.stderr
+        assert "Traceback" not in done.stderr
+        assert int(done.stderr.splitlines()[-1]) < 2**20  # KiB
+
+
+def test_a_scale_beyond_all_floats_is_not_recommended(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path) as journal:
+        for low, high in ((-1100, -1000), (1000, 1100), (-1100, 1100)):
+            counts = {str(low): 1, str(high): 1}
+            journal.sample(0, {"w": {"elements": 2, "exponents": counts}})
+            journal.step(Step(0, 8.0, 8.0))
+            for words in (["find-scale"], ["find-scale", "--json"], ["doctor"]):
+                check(call(*words, path), words)
 
 
 # Links in a run's folder

@@ -88,7 +88,7 @@ def inert(text):
 
 def test_errors_warnings_and_results_are_safe_to_print():
     assert inert(str(MisuseError(f"the parameter {STEERING}\nis bad")))
-    with pytest.warns(UserWarning) as seen:
+    with pytest.warns(UserWarning, match="the parameter") as seen:
         warn(f"the parameter {STEERING}")
     assert inert(str(seen[0].message))
     bad = StepResult(Verdict.SKIP, Cause.OVERFLOW, 8.0, culprits=(Culprit(STEERING, "nan"),))
