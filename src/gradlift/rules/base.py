@@ -146,7 +146,7 @@ class Rule:
             raise StateError(f"scale is {shown(scale)}, expected a finite number above 0")
         if not self.min_scale <= scale <= self.max_scale:
             raise StateError(
-                f"scale is {shown(scale)}, outside this rule's "
+                f"scale is {_scale_text(scale)}, outside this rule's "
                 f"[{setting_text(self.min_scale)}, {setting_text(self.max_scale)}]"
             )
         if self._powers_only and not is_power_of_two(scale):
@@ -178,6 +178,10 @@ def is_power_of_two(x: float) -> bool:
     (True, False, False)
     """
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
+
+
+def _scale_text(scale: float) -> str:
+    return setting_text(float(scale)) if scale < 2.0**1000 else shown(scale)
 
 
 def setting_text(value: Any) -> str:
