@@ -6,6 +6,8 @@ import sys
 import warnings
 from types import FrameType
 
+from .text import visible
+
 
 class GradliftError(Exception):
     """Base of every error that gradlift raises on purpose.
@@ -17,6 +19,10 @@ class GradliftError(Exception):
     ...     print(type(error).__name__)
     SettingsError
     """
+
+    def __str__(self) -> str:
+        """Names of parameters and values from files are in here: safe to print."""
+        return visible(super().__str__(), keep="\n")
 
 
 class SettingsError(GradliftError, ValueError):
@@ -67,7 +73,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _package(frame) in _PASSED:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(visible(message, keep="\n"), category, stacklevel=level)
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -79,6 +85,7 @@ def add_note(error: BaseException, text: str) -> None:
     ... except MemoryError as error:
     ...     add_note(error, "nothing was written")
     """
+    text = visible(text, keep="\n")
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:

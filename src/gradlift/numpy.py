@@ -40,26 +40,47 @@ from .core import (
     loss_level,
     weights_nonfinite,
 )
-from .errors import SettingsError
+from .errors import SettingsError, add_note
 from .formats import FP32
 from .journal import JournalLike, channel
 from .reading import Reading
 from .rules import Off, Rule
+from .text import shown
 
 Grads = Mapping[str, "np.ndarray | None"] | np.ndarray
 Update = Callable[[Any, Any], None]
+_ALONE = "gradient"
+"""The name of a gradient that came without one."""
 
 
-def _named(grads: Grads) -> dict[str, np.ndarray]:
-    """The gradients by name; None (a parameter without gradient) is left out."""
-    pairs = grads.items() if isinstance(grads, Mapping) else [("gradient", grads)]
-    named = {str(name): np.asarray(g) for name, g in pairs if g is not None}
-    for name, g in named.items():
-        if not np.issubdtype(g.dtype, np.floating):
-            raise SettingsError(
-                f"the gradient of {name!r} is {g.dtype}, expected a real floating-point array"
-            )
-    return named
+def _arrays(grads: Grads) -> dict[Any, np.ndarray | None]:
+    """The gradients as plain arrays, by name: what is checked, and what is used."""
+    pairs = grads.items() if isinstance(grads, Mapping) else [(_ALONE, grads)]
+    return {name: None if g is None else _array(name, g) for name, g in pairs}
+
+
+def _array(name: Any, gradient: Any) -> np.ndarray:
+    if isinstance(gradient, np.ma.MaskedArray):
+        raise SettingsError(
+            f"the gradient of {shown(name)} is a masked array, whose masked elements NumPy leaves "
+            "out of some operations and not of others: give .filled(0)"
+        )
+    try:
+        g = np.asarray(gradient)
+    except ValueError as error:  # a list of arrays of several shapes
+        raise SettingsError(
+            f"the gradient of {shown(name)} is no array ({error}): give a dict of arrays"
+        ) from None
+    if not np.issubdtype(g.dtype, np.floating):
+        raise SettingsError(
+            f"the gradient of {shown(name)} is {g.dtype}, expected a real floating-point array"
+        )
+    return g
+
+
+def _named(grads: Grads) -> list[tuple[str, np.ndarray]]:
+    """The gradients there are; None (a parameter without gradient) is left out."""
+    return [(str(name), g) for name, g in _arrays(grads).items() if g is not None]
 
 
 def inspect(grads: Grads, scale: float = 1.0) -> Reading:
@@ -73,12 +94,12 @@ def inspect(grads: Grads, scale: float = 1.0) -> Reading:
     """
     named = _named(grads)
     nonfinite, amax, squares = False, 0.0, 0.0
-    for g in named.values():
+    for _, g in named:
         finite = np.isfinite(g)
         nonfinite = nonfinite or not finite.all()
-        size = np.abs(g, where=finite, out=np.zeros(g.shape, np.float64))
-        amax = max(amax, float(size.max(initial=0.0)))
-        with np.errstate(over="ignore"):  # of a float64 that is skipped for its size anyway
+        with np.errstate(over="ignore"):  # of what is skipped for its size anyway
+            size = np.abs(g, where=finite, out=np.zeros(g.shape, np.float64))
+            amax = max(amax, float(size.max(initial=0.0)))
             squares += float((size * size).sum())
     nonfinite = nonfinite or max(amax, amax / scale) > FP32.max
     norm = math.nan if nonfinite else math.sqrt(squares) / scale
@@ -95,10 +116,12 @@ def culprits(grads: Grads, scale: float = 1.0) -> tuple[Culprit, ...]:
     """
     largest = FP32.max * min(1.0, scale)
     bad = []
-    for name, g in _named(grads).items():
+    for name, g in _named(grads):
+        with np.errstate(over="ignore"):  # a longdouble beyond float64 is inf
+            beyond = np.abs(g, dtype=np.float64) > largest
         if np.isnan(g).any():
             bad.append(Culprit(name, "nan"))
-        elif (np.abs(g, dtype=np.float64) > largest).any():
+        elif beyond.any():
             bad.append(Culprit(name, "inf"))
     return tuple(reversed(bad))
 
@@ -110,10 +133,15 @@ def unscale(grads: Grads, scale: float, *, max_norm: float | None = None, norm: 
     {'w': array([2.], dtype=float32)}
     """
     coefficient = 1.0 if max_norm is None else clip_coefficient(norm, max_norm)
-    factor = np.float32(coefficient / scale)
-    if not isinstance(grads, Mapping):
-        return grads.astype(np.float32) * factor
-    return {n: None if g is None else g.astype(np.float32) * factor for n, g in grads.items()}
+    factors = [coefficient / scale]
+    if factors[0] < FP32.smallest_normal:  # in one factor it would lose bits, or be 0
+        factors = [1 / scale, coefficient]
+    true = {}
+    for name, g in _arrays(grads).items():
+        true[name] = None if g is None else g.astype(np.float32)
+        for factor in factors if g is not None else ():
+            true[name] = true[name] * np.float32(factor)
+    return true if isinstance(grads, Mapping) else true[_ALONE]
 
 
 def _about(weights: Any) -> tuple[Note, ...]:
@@ -125,6 +153,20 @@ def _about(weights: Any) -> tuple[Note, ...]:
         if isinstance(w, np.ndarray) and w.dtype.kind == "f" and not np.isfinite(w).all()
     ]
     return (weights_nonfinite(bad),) if bad else ()
+
+
+def _check_weight(name: Any, w: Any) -> None:
+    """Can a master be written back into this weight?"""
+    if isinstance(w, np.ndarray) and not isinstance(w, np.ma.MaskedArray):
+        if w.dtype.kind == "f" and w.dtype.itemsize <= 4 and w.flags.writeable:
+            return
+        what = f"{w.dtype}{'' if w.flags.writeable else ' and read-only'}"
+    else:
+        what = f"a {type(w).__name__}"
+    raise SettingsError(
+        f"the weight {shown(name)} is {what}, expected an array of float16 or float32 that can be "
+        "written to"
+    )
 
 
 class Masters(dict[str, np.ndarray]):
@@ -141,13 +183,35 @@ class Masters(dict[str, np.ndarray]):
     """
 
     def __init__(self, weights: Mapping[str, np.ndarray]) -> None:
-        super().__init__({name: w.astype(np.float32) for name, w in weights.items()})
+        masters: dict[int, np.ndarray] = {}
+        for name, w in weights.items():
+            _check_weight(name, w)
+            if id(w) not in masters:
+                if any(np.shares_memory(w, other) for other in weights.values() if other is not w):
+                    raise SettingsError(
+                        f"the weight {shown(name)} shares memory with another one, so that their "
+                        "masters would write over each other: give the same array for both, or "
+                        "the array that they are views of"
+                    )
+                masters[id(w)] = w.astype(np.float32)
+        super().__init__({name: masters[id(w)] for name, w in weights.items()})
         self.weights = weights
 
     def write_back(self) -> list[str]:
         """Rounds the masters into the 16-bit weights. One that left their range stays at their
         largest number; returns the names of these."""
-        held = []
+        held, tied = [], {}
+        for name, master in self.items():
+            if name not in self.weights or np.shape(master) != self.weights[name].shape:
+                raise SettingsError(
+                    f"the master {shown(name)} has the shape {np.shape(master)}, and there is no "
+                    "such weight: change masters in place, and make Masters anew for new weights"
+                )
+            if tied.setdefault(id(self.weights[name]), master) is not master:
+                raise SettingsError(
+                    f"the weight {shown(name)} has two names, and now two masters that differ: "
+                    "change masters in place"
+                )
         for name, master in self.items():
             weight = self.weights[name]
             with np.errstate(over="ignore"):
@@ -196,6 +260,7 @@ class Scaler(LossScaleOwner):
 
         `weights` may be `Masters`; they are then written back.
         """
+        grads = self._taken(grads)
         decision = self._decide(grads, max_norm)
         return self._finish(decision, weights, grads, update, max_norm)
 
@@ -220,6 +285,7 @@ class Scaler(LossScaleOwner):
             self._losses.clear()
             loss, grads = compute(self.get_scale())
             self._note(loss)
+            grads = self._taken(grads)
             decision = self._decide(grads, max_norm, left)
             if decision.verdict is not Verdict.RETRY:
                 break
@@ -232,10 +298,19 @@ class Scaler(LossScaleOwner):
         with np.errstate(invalid="ignore"):
             self._losses.append(float(np.sum(loss, dtype=np.float64)))
 
+    def _taken(self, grads: Grads) -> Grads:
+        """The gradients, read once: what a mapping gives may differ from call to call."""
+        try:
+            arrays = _arrays(grads)
+        except SettingsError:
+            self._losses.clear()  # they were this step's and no other's
+            raise
+        return arrays if isinstance(grads, Mapping) else arrays[_ALONE]
+
     def _describe(self, grads: Grads) -> None:
         """Before the journal's first line: the parameters are known by their gradients."""
         if self._channel.recording and not self._channel.described:
-            self._channel.describe(parameters={n: g.size for n, g in _named(grads).items()})
+            self._channel.describe(parameters={n: g.size for n, g in _named(grads)})
 
     def _decide(self, grads: Grads, max_norm: float | None, retries_left: int = 0) -> Decision:
         """Inspects the gradients, blames the loss or the scale, decides. Nothing moves."""
@@ -244,11 +319,7 @@ class Scaler(LossScaleOwner):
         if isinstance(self.rule, Off):
             norm = math.nan if max_norm is None else inspect(grads).norm
             return self._loss_scale.decide(Reading(nonfinite=False, amax=math.nan, norm=norm))
-        try:
-            reading = inspect(grads, self.get_scale())
-        except SettingsError:
-            self._losses.clear()  # they were this step's and no other's
-            raise
+        reading = inspect(grads, self.get_scale())
         level = loss_level([not math.isfinite(loss) for loss in self._losses])
         reading = reading._replace(loss_nonfinite=loss_blamed(level, reading.nonfinite))
         known = bool(self._losses)
@@ -267,7 +338,15 @@ class Scaler(LossScaleOwner):
         held: list[str] = []
         if decision.verdict is Verdict.APPLY:
             true = unscale(grads, self.get_scale(), max_norm=max_norm, norm=reading.norm)
-            update(weights, true)
+            try:
+                update(weights, true)
+            except Exception as error:
+                add_note(
+                    error,
+                    "update() raised in the middle of a step: weights and optimizer state may have "
+                    "been changed in part. The scale has not moved, and step() may be called again",
+                )
+                raise
             if isinstance(weights, Masters):
                 held = weights.write_back()
         self._describe(grads)

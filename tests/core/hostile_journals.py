@@ -1,5 +1,7 @@
-"""Journals in which one value is replaced by something that does not belong there."""
+"""Journals in which one value is replaced by something that does not belong there, or bytes are
+changed."""
 
+import gzip
 import json
 
 from gradlift import Cause, Journal, Verdict
@@ -16,9 +18,16 @@ VALUES = {
     "null": None,
     "true": True,
     "negative": -1,
+    "zero": 0,
+    "zero float": 0.0,
+    "smallest float": 5e-324,
     "fraction": 0.5,
     "text": "text",
     "empty text": "",
+    "nul": "a\x00b",
+    "C1": "\x9b31mred\x9d0;title\x9c",
+    "lines": "a\nb\rc\u2028d",
+    "markup": "[bold]x[/nowhere] <b>&amp;</script> :smile: | ** `",
     "list": [1, "a", None],
     "dictionary": {"a": [1]},
     "largest float": 1.7e308,
@@ -124,3 +133,59 @@ def cases(lines):
                 changed += [(f"key {key[:9]!r}", renamed(lines[at], path, key)) for key in KEYS]
             for name, line in changed:
                 yield f"{where}: {name}", "\n".join([*lines[:at], line, *lines[at + 1 :]]) + "\n"
+
+
+def mutated(journal, random):
+    """(name, bytes): the journal with a few bytes, lines or fields changed at random."""
+    data, lines = journal.encode(), journal.splitlines()
+    at, other = random.randrange(len(data)), random.randrange(len(data))
+    i, j = random.randrange(len(lines)), random.randrange(len(lines))
+
+    def flipped():
+        changed = bytearray(data)
+        for _ in range(random.choice((1, 1, 1, 8, 64))):
+            changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+        return bytes(changed)
+
+    def swapped_values():
+        first, second = json.loads(lines[i]), json.loads(lines[j])
+        a, b = random.choice(list(first)), random.choice(list(second))
+        first[a], second[b] = second[b], first[a]
+        made = [*lines]
+        made[i], made[j] = json.dumps(first), json.dumps(second)
+        return "\n".join(made).encode()
+
+    def renamed_field():
+        value = json.loads(lines[i])
+        name = random.choice(list(value))
+        value[random.choice(["kind", "step", "scale", "culprits", "parameters"])] = value.pop(name)
+        return "\n".join([*lines[:i], json.dumps(value), *lines[i + 1 :]]).encode()
+
+    def with_lines(changed):
+        return "\n".join(changed).encode() + b"\n"
+
+    ways = {
+        "flipped": flipped,
+        "cut off": lambda: data[:at],
+        "beginning cut off": lambda: data[at:],
+        "a part cut out": lambda: data[: min(at, other)] + data[max(at, other) :],
+        "a part twice": lambda: data[:at] + data[min(at, other) :],
+        "bytes inserted": lambda: data[:at] + random.randbytes(20) + data[at:],
+        "NUL inserted": lambda: data[:at] + b"\0" * random.choice((1, 4096)) + data[at:],
+        "line end inserted": lambda: data[:at] + b"\n" + data[at:],
+        "a line left out": lambda: with_lines([*lines[:i], *lines[i + 1 :]]),
+        "a line moved": lambda: with_lines([*lines[:i], *lines[i + 1 :], lines[i]]),
+        "lines in another order": lambda: with_lines([lines[0], *random.sample(lines, len(lines))]),
+        "a line many times": lambda: with_lines([*lines, *[lines[i]] * 200]),
+        "values swapped": swapped_values,
+        "a field renamed": renamed_field,
+        "no line ends": lambda: data.replace(b"\n", b" "),
+        "other line ends": lambda: data.replace(b"\n", random.choice((b"\r\n", b"\r", b"\n\n"))),
+        "another encoding": lambda: data.decode().encode(
+            random.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7"))
+        ),
+        "compressed": lambda: gzip.compress(data),
+        "noise": lambda: data[: len(lines[0]) + 1] + random.randbytes(2000),
+    }
+    way = random.choice(list(ways))
+    return f"{way} at {at}, {other}, {i}, {j}", ways[way]()

@@ -2,31 +2,39 @@
 
 import os
 import random
+import subprocess
+import sys
 import warnings
 
 import hostile_journals
+import large_journals
 import pytest
 from click.testing import CliRunner
 
+import gradlift
 from gradlift import read_journal
-from gradlift.cli._group import gradlift
-from gradlift.errors import JournalError, JournalWarning
+from gradlift.cli._group import gradlift as commands
+from gradlift.errors import GradliftError, JournalError, JournalWarning
+from gradlift.journal import Journal, Step
 
 COMMANDS = [
     ["doctor"],
+    ["doctor", "--json"],
     ["report", "--text"],
     ["report", "--json"],
     ["replay", "--rule", "megatron"],
+    ["replay", "--rule", "auto", "--retries", "2"],
     ["find-scale"],
+    ["find-scale", "--json"],
     ["watch", "--once"],
 ]
-SLICE = 120
+SLICE = 60  # of all values at all places, and as many changes of bytes
 PAGES = 10  # of the slice: a page takes longer
 
 
 def call(*words):
     with warnings.catch_warnings():
-        return CliRunner().invoke(gradlift, [str(word) for word in words])
+        return CliRunner().invoke(commands, [str(word) for word in words])
 
 
 def check(done, what):
@@ -51,15 +59,29 @@ def test_a_slice_of_all_damaged_journals(sound, tmp_path):
     tried(random.Random(0).sample(every, SLICE), tmp_path)
 
 
-def tried(cases, folder):
-    path, page = folder / "run.jsonl", folder / "page.html"
+def test_a_slice_of_random_changes(sound, tmp_path):
+    journal, source = "\n".join(sound) + "\n", random.Random(0)
+    tried([hostile_journals.mutated(journal, source) for _ in range(SLICE)], tmp_path)
+
+
+def tried(cases, folder, pages=PAGES):
+    """Every command on every journal, and the calls that they stand for."""
+    path, page, done = folder / "run.jsonl", folder / "page.html", 0
     for i, (name, journal) in enumerate(cases):
-        path.write_text(journal)
-        for words in COMMANDS:
-            check(call(*words, path), f"{words[0]}: {name}")
-        check(call("compare", path, path), f"compare: {name}")
-        if i < PAGES:
-            check(call("report", path, "-o", page), f"report: {name}")
+        path.write_bytes(journal if isinstance(journal, bytes) else journal.encode())
+        others = [["compare", path], *([["report", "-o", page]] if i < pages else [])]
+        for words in [*COMMANDS, *others]:
+            check(call(*words, path), f"{words}: {name}")
+            done += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                run = read_journal(path)
+                gradlift.replay(run, "auto")
+                gradlift.diagnose(run)
+            except GradliftError:
+                pass
+    return done
 
 
 @pytest.mark.parametrize(
@@ -115,6 +137,70 @@ def test_names_of_files_do_not_steer_the_terminal(sound, tmp_path):
     check(call("run", tmp_path / "nowhere\x1b[2J.py"), "run")
 
 
+# Files that are no journals, and large ones
+
+
+def test_files_of_other_kinds_are_refused_in_one_line(tmp_path):
+    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
+    os.mkfifo(pipe)
+    loop.mkdir()
+    (loop / "journal.jsonl").symlink_to(loop / "journal.jsonl")
+    (tmp_path / "folder" / "journal.jsonl").mkdir(parents=True)
+    (tmp_path / "binary").write_bytes(random.Random(0).randbytes(10_000))
+    others = [
+        pipe,
+        loop,
+        tmp_path / "folder",
+        tmp_path / "binary",
+        tmp_path,
+        "/dev/zero",
+        "x" * 5000,
+    ]
+    for path in others:
+        for words in COMMANDS:
+            done = call(*words, path)
+            assert (done.exit_code, done.exception.__class__) == (2, SystemExit), (words, path)
+            assert done.output.startswith("gradlift: ")
+            assert done.output.count("\n") == 1
+    with pytest.raises(JournalError, match="null byte"):
+        read_journal("a\0b")
+
+
+MEASURED = """
+import resource, sys
+from gradlift.cli._group import gradlift
+try:
+    gradlift(sys.argv[1:])
+except SystemExit as end:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+    sys.exit(end.code)
+"""
+
+
+@pytest.mark.parametrize("name", ["culprits_many_lines", "deep", "sample_exponents"])
+def test_ten_megabytes_of_the_worst_cost_less_than_a_gigabyte(name, tmp_path):
+    """`python tests/core/large_journals.py` measures all of them."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(large_journals.made(name))
+    for words in (["doctor"], ["find-scale"]):
+        command = [sys.executable, "-c", MEASURED, *words, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode in (0, 1), done.stderr
+        assert "Traceback" not in done.stderr
+        assert int(done.stderr.splitlines()[-1]) < 2**20  # KiB
+
+
+def test_a_scale_beyond_all_floats_is_not_recommended(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path) as journal:
+        for low, high in ((-1100, -1000), (1000, 1100), (-1100, 1100)):
+            counts = {str(low): 1, str(high): 1}
+            journal.sample(0, {"w": {"elements": 2, "exponents": counts}})
+            journal.step(Step(0, 8.0, 8.0))
+            for words in (["find-scale"], ["find-scale", "--json"], ["doctor"]):
+                check(call(*words, path), words)
+
+
 # Links in a run's folder
 
 
@@ -151,9 +237,12 @@ if __name__ == "__main__":
     import tempfile
     from pathlib import Path
 
-    where = Path(tempfile.mkdtemp())
+    where, done = Path(tempfile.mkdtemp()), 0
     hostile_journals.write(where / "sound.jsonl")
-    all_cases = list(hostile_journals.cases((where / "sound.jsonl").read_text().splitlines()))
+    journal, source = (where / "sound.jsonl").read_text(), random.Random(1)
+    all_cases = list(hostile_journals.cases(journal.splitlines()))
+    all_cases += [hostile_journals.mutated(journal, source) for _ in range(4000)]
     for start in range(0, len(all_cases), 100):
-        tried(all_cases[start : start + 100], where)
-        print(f"{min(start + 100, len(all_cases))} of {len(all_cases)} journals", flush=True)
+        done += tried(all_cases[start : start + 100], where)
+        tried_now = min(start + 100, len(all_cases))
+        print(f"{tried_now} of {len(all_cases)} journals, {done} commands", flush=True)

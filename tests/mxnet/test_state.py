@@ -124,12 +124,42 @@ def test_a_damaged_file_is_named(tmp_path, cut):
     step(gl, trainer)
     trainer.save_states(str(file))
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(StateError, match="states cannot be read, it may be damaged"):
+    with pytest.raises(StateError, match="states cannot be read: it is damaged, or was not"):
         trainer.load_states(str(file))
     for other in (3, (1,)):
         file.write_bytes(pickle.dumps(other))
-        with pytest.raises(StateError, match=r"states was not written by trainer.save_states"):
+        with pytest.raises(StateError, match=r"or was not written by trainer.save_states"):
             trainer.load_states(str(file))
+    step(gl, trainer)
+    assert (scaler.steps, scaler.result.stepped) == (2, True)
+
+
+def test_a_file_that_is_refused_leaves_the_trainer_as_it_was(tmp_path):
+    file = tmp_path / "states"
+    trainer = sgd(parameters(), learning_rate=0.125, momentum=0.5)
+    scaler = gl.init_trainer(trainer, "dynamic")
+    step(gl, trainer)
+    momentum = {i: state.copy() for i, state in trainer._updaters[0].states.items()}
+    for damage in (
+        lambda saved: setattr(saved[1], "_gradlift", [1, 2]),
+        lambda saved: saved[1]._gradlift.update(scale=10**5000),
+        lambda saved: saved[0].update({1: mx.nd.array([[1, NAN], [1, 1]])}),
+    ):
+        trainer.save_states(str(file))
+        saved = pickle.loads(file.read_bytes())
+        saved[1].lr = 0.75
+        saved[0][0][:] = 7
+        damage(saved)
+        file.write_bytes(pickle.dumps(saved))
+        with pytest.raises(StateError):
+            trainer.load_states(str(file))
+        assert trainer.learning_rate == 0.125
+        assert all(
+            (found.asnumpy() == momentum[i].asnumpy()).all()
+            for i, found in trainer._updaters[0].states.items()
+        )
+    type(trainer).load_states(trainer, str(file))  # as it is
+    assert trainer.learning_rate == 0.75
     step(gl, trainer)
     assert (scaler.steps, scaler.result.stepped) == (2, True)
 

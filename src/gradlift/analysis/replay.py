@@ -66,7 +66,7 @@ def replay(
 
 def _reading(was: Step, scale: float, format: Format, rule: Rule) -> Reading | None:
     """What the gradients of a recorded step show at another scale; None if it is not known."""
-    if was.verdict is None:
+    if was.verdict is None or not 0 < was.scale < math.inf:  # no scale: the file is damaged
         return None
     if was.cause is Cause.NO_GRADIENTS:
         return Reading(nonfinite=False, amax=was.amax, checked=False)

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from ..core import Cause
 from ..errors import MisuseError, SettingsError, StateError
 from ..journal import JournalLike
 from ..rules import Rule
+from ..text import shown
 from ..torch import MasterWeights, half_model
+from ..torch.masters.saved_state import first_nonfinite
 from .opt_levels import scale_rule
 from .preparation import is_batch_norm
 from .session import make_scaler
@@ -240,29 +243,54 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` or apex's own FP16_Optimizer saved; load the model first."""
+        """Loads what `state_dict` or apex's own FP16_Optimizer saved; load the model first. Damage
+        is refused and changes nothing."""
+        if not isinstance(state_dict, dict):
+            raise StateError(f"an FP16_Optimizer state is a dict: {shown(state_dict)}")
         for name in ("loss_scaler", "optimizer_state_dict"):
             if name not in state_dict:
                 raise StateError(f"this FP16_Optimizer state lacks {name!r}")
         scaler, masters = state_dict["loss_scaler"], state_dict.get("fp32_from_fp16")
         if not isinstance(scaler, dict):
             scaler = {**self.scaler.state_dict(), **_of_apex(scaler)}
+        if masters is not None:
+            self._with_masters(masters)  # refused before anything is changed
+        before = self.scaler.state_dict()
         self.scaler.load_state_dict(scaler)
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        try:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        except StateError:
+            self.scaler.load_state_dict(before)
+            raise
         if masters is not None:
             self.optimizer.refresh(self._with_masters(masters))
-        self._overflow, self._fresh = bool(state_dict.get("overflow")), False
+        self._overflow, self._fresh = state_dict.get("overflow") is True, False
 
     def _with_masters(self, saved: list[list[Tensor]]) -> list[Tensor]:
         """apex saves the float32 weights of each group's float16 ones."""
         weights, current = [], iter(self.optimizer.masters)
-        for group, its in zip(self.param_groups, saved, strict=True):
+        groups = [[*filter(_is_half, group["params"])] for group in self.param_groups]
+        if not isinstance(saved, list) or list(map(_length, saved)) != list(map(len, groups)):
+            raise StateError("fp32_from_fp16 has other parameters than this optimizer")
+        for p, master in zip((p for half in groups for p in half), chain.from_iterable(saved)):
+            if not isinstance(master, Tensor) or master.shape != p.shape:
+                raise StateError(f"a master in fp32_from_fp16 is {shown(master)}")
+            if found := first_nonfinite(master):
+                raise StateError(f"a master in fp32_from_fp16 is {found}: load an earlier file")
+        for group, its in zip(self.param_groups, saved):
             left = iter(its)
             for p in group["params"]:
                 master = next(current)
-                half = p.dtype is torch.float16 and p.requires_grad
-                weights.append(next(left).detach() if half else master)
+                weights.append(next(left).detach() if _is_half(p) else master)
         return weights
+
+
+def _is_half(p: Tensor) -> bool:
+    return p.dtype is torch.float16 and p.requires_grad
+
+
+def _length(group: Any) -> int:
+    return len(group) if isinstance(group, (list, tuple)) else -1
 
 
 def _dynamic(arguments: dict[str, Any]) -> Rule:

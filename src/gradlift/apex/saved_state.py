@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.state import history
 from ..errors import StateError, warn
+from ..text import shown
 from .session import Amp
 
 
@@ -37,7 +38,7 @@ def load(amp: Amp, data: Any) -> None:
         raise StateError(f"an amp state is a dict, this is {type(data).__name__}")
     odd = [key for key in data if "loss_scaler" not in str(key)]
     if odd:
-        raise StateError(f"this amp state has unexpected keys: {', '.join(map(repr, odd))}")
+        raise StateError(f"this amp state has unexpected keys: {', '.join(map(shown, odd[:5]))}")
     if len(data) != amp.num_losses:
         warn(
             f"this amp state has {len(data)} loss scalers, amp.initialize was called for "
@@ -48,10 +49,10 @@ def load(amp: Amp, data: Any) -> None:
     keys = json.loads(own["keys"])
     for i, (name, entry) in zip(range(amp.num_losses), data.items()):
         if not isinstance(entry, dict) or not {"loss_scale", "unskipped"} <= {*entry}:
-            raise StateError(f"{name} is {entry!r:.80}, expected a loss_scale and unskipped")
+            raise StateError(f"{name} is {shown(entry)}, expected a loss_scale and unskipped")
         saved = entry.get("gradlift", {})
         if not isinstance(saved, dict):
-            raise StateError(f"{name}'s history is {saved!r:.80}, expected a dict")
+            raise StateError(f"{name}'s history is {shown(saved)}, expected a dict")
         own |= {k: saved[k] for k in ("rule", "sharp") if k in saved}
         past = {k: v for k, v in saved.items() if k not in ("rule", "sharp")}
         key = amp.key(i)
@@ -61,5 +62,5 @@ def load(amp: Amp, data: Any) -> None:
         else:
             now = {"scale": entry["loss_scale"], "clean": entry["unskipped"]}
             keys[key] = {**keys.get(key, {}), **past, **now}
-    own["keys"] = json.dumps(keys, default=repr)  # what JSON cannot hold is refused as a text
+    own["keys"] = json.dumps(keys, default=shown)  # what JSON cannot hold is refused as a text
     amp.scaler.load_state_dict(state)

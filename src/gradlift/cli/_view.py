@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ..errors import JournalError
 from ..formats import FP16
 from ..journal import Run, Sample, Step
-from ..journal.reader import add_lines, check_head, journal_at
+from ..journal.reader import add_lines, check_head, journal_at, open_journal
+from ..journal.validation import Distinct
 
 _BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
 _RECENT = 50  # steps that throughput is taken over
@@ -172,12 +173,13 @@ class Tail:
         self.view = View()
         self.changed = math.nan  # the file's time of modification
         self._file, self._at, self._rest = file, 0, b""
+        self._distinct = Distinct()
 
     def look(self) -> bool:
         """Reads new lines; False while there is no journal."""
         path = journal_at(self.path)
         try:
-            with open(path, "rb") as file:
+            with open_journal(path) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._at:
                     self._begin(now.st_ino)  # another file by the same name
@@ -185,10 +187,10 @@ class Tail:
                 file.seek(self._at)
                 while block := file.read(_BLOCK):
                     self._take(block, path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise JournalError(f"cannot read {path}: {error.strerror}") from error
+        except JournalError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
         return True
 
     def _take(self, block: bytes, path: Path) -> None:
@@ -198,7 +200,7 @@ class Tail:
         if first:
             check_head(lines[0] if lines else self._rest, path)
         added = Run(path=path)
-        self.view.damaged += add_lines(lines, added)
+        self.view.damaged += add_lines(lines, added, self._distinct)
         self.view.add(added)
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from ..analysis.diagnosis import Finding, diagnose
 from ..analysis.words import cause, power
 from ..journal import Event, Run, read_journal
+from ..text import visible
 
 _STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
 _NOT_APPLIED = ("skip", "retry", "halt")
@@ -59,7 +60,7 @@ def _of(event: Event) -> dict[str, Any]:
 
 def _plain(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "run": str(run.path),
+        "run": visible(str(run.path)),
         "steps": len(run.steps),
         "skipped": run.skipped,
         "broken": any(f.severity == "broken" for f in findings),

@@ -50,7 +50,10 @@ def beside(journal: Path) -> Path:
 
     >>> beside(Path("runs/a/journal.jsonl")).as_posix(), beside(Path("old.jsonl")).as_posix()
     ('runs/a/report.html', 'old.html')
+    >>> beside(Path("run.1")).as_posix()
+    'run.1.html'
     """
     if journal.name == JOURNAL:
         return journal.with_name("report.html")
-    return journal.with_suffix(".html")
+    name = journal.name.removesuffix(".jsonl")  # else the pages of run.1 and run.2 were one
+    return journal.with_name(f"{name}.html")

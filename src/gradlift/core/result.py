@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from ..errors import TrainingHalted, warn
 from ..reading import Reading
 from ..rules import Rule, ScaleState
+from ..text import visible
 from .decision import NO_LIMITS, Cause, Limits, Verdict, is_skip, verdict_of
 
 
@@ -137,7 +138,7 @@ class StepResult:
             said += f", {what}: {getattr(first, 'described', first)}"
         if self.micro_batch is not None:
             said += f", micro-batch {self.micro_batch}"
-        return "; ".join([said, *self.notes])
+        return visible("; ".join([said, *self.notes]))
 
 
 class Finished(NamedTuple):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ..errors import SettingsError, StateError
 from ..rules import Backoff, Rule, ScaleState
-from ..rules.base import is_power_of_two
+from ..rules.base import is_name, is_power_of_two
+from ..text import shown
 
 SCHEMA = 1
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -87,26 +88,26 @@ def load(rule: Rule, data: Any, *, adopt: bool = False) -> Loaded:
     >>> load(Backoff(), save(Backoff(), Backoff().init(), steps=3)).steps
     3
     """
-    if not isinstance(data, dict) or not data:
-        raise StateError(
-            "the scaler state is empty: it was saved from a scaler that was disabled"
-            if data == {}
-            else f"a scaler state is a dict, this is {type(data).__name__}"
-        )
+    if not isinstance(data, dict):
+        raise StateError(f"a scaler state is a dict, this is {type(data).__name__}")
+    if not data:
+        raise StateError("the scaler state is empty: it was saved from a scaler that was disabled")
     for name in ("scale", *FACTORS, "_growth_tracker"):
         if name not in data:
             raise StateError(f"this scaler state lacks {name!r}")
     for name in FACTORS:
         if not _is_number(data[name]):
-            raise StateError(f"{name} is {data[name]!r}, expected a finite number")
+            raise StateError(f"{name} is {shown(data[name])}, expected a finite number")
     if adopt:
         rule = _with_factors(rule, data)
     own = data.get("gradlift", {})
-    if not isinstance(own, dict) or own.get("schema", SCHEMA) != SCHEMA:
-        raise StateError(f"this scaler state's 'gradlift' entry has an unknown schema: {own!r:.80}")
-    if own and own.get("rule") != rule.name:
+    if not isinstance(own, dict) or not is_schema(own.get("schema", SCHEMA)):
         raise StateError(
-            f"this scaler state was saved with the rule {own.get('rule')!r}, this scaler has "
+            f"this scaler state's 'gradlift' entry has an unknown schema: {shown(own)}"
+        )
+    if own and not is_name(own.get("rule"), rule):
+        raise StateError(
+            f"this scaler state was saved with the rule {shown(own.get('rule'))}, this scaler has "
             f"{rule.name!r}: make the scaler with the same rule"
         )
     if own:
@@ -115,6 +116,11 @@ def load(rule: Rule, data: Any, *, adopt: bool = False) -> Loaded:
                 raise StateError(f"this scaler state's 'gradlift' entry lacks {name!r}")
     state = scale_state(rule, data["scale"], data["_growth_tracker"], own)
     return Loaded(rule, state, *counts(own), own.get("sharp") is True, own)
+
+
+def is_schema(value: Any) -> bool:
+    """Is this layout's number: not True, and no array?"""
+    return type(value) is int and value == SCHEMA
 
 
 def scale_state(rule: Rule, scale: Any, clean: Any, own: dict[str, Any]) -> ScaleState:
@@ -138,7 +144,7 @@ def counts(own: dict[str, Any]) -> tuple[int, int]:
     """
     found = own.get("steps", 0), own.get("skipped", 0)
     if not all(type(n) is int and 0 <= n < 2**31 for n in found):  # 32 bits on a device
-        raise StateError(f"steps and skipped are {found!r:.80}, expected two counts")
+        raise StateError(f"steps and skipped are {shown(found)}, expected two counts")
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import GradliftError
 from ..journal import Event, Sample, Step
+from ..text import visible
 
 
 class ChartSink:
@@ -42,12 +43,12 @@ class ChartSink:
             "headroom_bits": step.headroom(),
             "lr": step.lr,
         }
-        prefix = f"gradlift/{step.key}/" if step.key else "gradlift/"
+        prefix = f"gradlift/{visible(step.key)}/" if step.key else "gradlift/"
         known = {prefix + name: float(v) for name, v in values.items() if math.isfinite(v)}
         self._log(step.step, known)
 
     def event(self, event: Event) -> None:
-        name = f"gradlift/events/{event.what}"
+        name = f"gradlift/events/{visible(event.what)}"
         self._events[name] += 1
         self._log(self._step_of(event), {name: self._events[name]})
 
@@ -67,7 +68,7 @@ class ChartSink:
             if counts:
                 exponents = range(min(counts), max(counts) + 1)
                 histogram = self._histogram(exponents, [counts.get(e, 0) for e in exponents])
-                values |= {f"gradlift/exponents/{name}": histogram} if histogram else {}
+                values |= {f"gradlift/exponents/{visible(name)}": histogram} if histogram else {}
         self._log(sample.step, values)
 
     def _histogram(self, exponents: range, counts: list[int]) -> Any:
@@ -79,7 +80,7 @@ class ChartSink:
 
 
 def short_facts(header: dict[str, Any]) -> dict[str, Any]:
-    """The header without what is too long for a page of settings: parameters are counted.
+    """The header as a page of settings shows it: parameters are counted, texts safe to print.
 
     >>> short_facts({"kind": "header", "rule": "auto", "parameters": {"w": 4, "b": 2}})
     {'rule': 'auto', 'parameters': 2}
@@ -87,7 +88,16 @@ def short_facts(header: dict[str, Any]) -> dict[str, Any]:
     facts = {name: value for name, value in header.items() if name != "kind"}
     if "parameters" in facts:
         facts["parameters"] = len(facts["parameters"])
-    return facts
+    safe: dict[str, Any] = _safe(facts)
+    return safe
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {visible(str(name)): _safe(each) for name, each in value.items()}
+    return [_safe(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def needed(module: str) -> Any:

@@ -48,7 +48,7 @@ class MLflow(ChartSink):
             where = where or self._client.create_experiment(self._experiment)
             self.run_id, self._own = self._client.create_run(where).info.run_id, True
         for name, value in short_facts(facts).items():
-            self._client.set_tag(self.run_id, f"gradlift.{name}", str(value))
+            self._client.set_tag(self.run_id, _name(f"gradlift.{name}"), str(value))
 
     def close(self) -> None:
         if self._client is not None:
@@ -71,5 +71,12 @@ class MLflow(ChartSink):
 
 
 def _name(name: str) -> str:
-    """MLflow takes letters, digits and a few signs in a name."""
-    return re.sub(r"[^\w\-./ ]", "_", name)
+    """MLflow takes letters, digits and a few signs in a name, which must be a path of no dots, and
+    up to 250 characters.
+
+    >>> _name("gradlift/../b:c/loss")
+    'gradlift/__/b_c/loss'
+    """
+    parts = re.sub(r"[^\w\-./ ]", "_", name).split("/")
+    named = ["_" * len(part) if part in ("", ".", "..") else part for part in parts]
+    return "/".join(part or "_" for part in named)[:250]

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ..journal import Event
+from ..text import visible
 from .chart_sink import ChartSink, needed, short_facts
 
 
@@ -39,7 +40,7 @@ class TensorBoard(ChartSink):
 
     def event(self, event: Event) -> None:
         detail = ", ".join(f"{name}: {value}" for name, value in event.detail.items())
-        text = self._text("gradlift/events", f"**{event.what}** {_cell(detail)}")
+        text = self._text("gradlift/events", f"**{_cell(event.what)}** {_cell(detail)}")
         self._add(self._step_of(event), [text])
 
     def close(self) -> None:
@@ -78,4 +79,4 @@ class TensorBoard(ChartSink):
 
 def _cell(value: Any) -> str:
     """Text that cannot end a cell of a table."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return visible(str(value).replace("\n", " ")).replace("|", "\\|")

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core import checked_max_norm, clip_coefficient
-from ..errors import MisuseError
-from .finite_checking import leaves_of, look
+from ..errors import MisuseError, warn
+from ..rules import Off
+from .finite_checking import Look, leaves_of, look, named_culprits, named_leaves
 from .masters import MasterState, rounded
 from .scaler import Result, unscaled
 from .selection import gated
@@ -36,6 +37,9 @@ def apply(
     `max_norm` clips the gradients as they are given here. Several results (of losses whose
     gradients were added up) must all be sound. `extra` goes to `optimizer.update`.
 
+    Gradients that are not those of `value_and_grad` any more (clipped, added up, edited) are read
+    once more, and nothing moves if one is not finite; the result, made before, does not say so.
+
     >>> from gradlift.jax import Scaler, value_and_grad
     >>> params, opt = jnp.ones(2), optax.sgd(0.5)
     >>> loss, grads, scaler, result = value_and_grad(lambda w: w.sum())(Scaler(), params)
@@ -46,11 +50,19 @@ def apply(
     results = [result] if isinstance(result, Result) else list(result)
     if not results or not all(isinstance(r, Result) for r in results):
         raise MisuseError("apply() wants the result of value_and_grad, or a list of results")
-    leaves_of(grads)  # refuses what is no gradient, by name
-    if max_norm is not None:
-        most = checked_norm(max_norm)
-        grads = unscaled(grads, clip_coefficient(norm_of(grads, results), most, jnp))
+    leaves = leaves_of(grads)  # refuses what is no gradient, by name
     stepped = functools.reduce(jnp.logical_and, [r.stepped for r in results])
+    norm: Any = jnp.float32(0)
+    if len(results) == 1 and _is_norm_of(results[0].grad_norm, grads):
+        norm = results[0].grad_norm
+    elif leaves and (max_norm is not None or not all(isinstance(r.rule, Off) for r in results)):
+        found = look(leaves, 1.0, amax=False)  # added up, clipped, edited: read once more
+        norm = found.norm
+        if not all(isinstance(r.rule, Off) for r in results):
+            _warn_of_change(stepped, found, grads)
+            stepped = stepped & ~found.nonfinite
+    if max_norm is not None:
+        grads = unscaled(grads, clip_coefficient(norm, checked_norm(max_norm), jnp))
 
     def step() -> tuple[Any, Any]:
         update = optax.with_extra_args_support(optimizer).update
@@ -74,12 +86,17 @@ def checked_norm(max_norm: Any) -> Any:
     return max_norm if isinstance(max_norm, jax.core.Tracer) else checked_max_norm(max_norm)
 
 
-def norm_of(grads: Any, results: Sequence[Result]) -> Any:
-    """The norm that was taken when they were checked, if these are the same gradients still."""
-    if len(results) == 1 and _is_norm_of(results[0].grad_norm, grads):
-        return results[0].grad_norm
-    leaves = leaves_of(grads)
-    return look(leaves, 1.0, amax=False).norm if leaves else jnp.float32(0)
+def _warn_of_change(stepped: Any, found: Look, grads: Any) -> None:
+    """Outside of `jit` it can be said that these gradients were sound before they were changed."""
+    if any(isinstance(x, jax.core.Tracer) for x in (stepped, found.nonfinite)):
+        return
+    if bool(stepped & found.nonfinite):
+        names = [name for name, _ in named_leaves(grads)]
+        first = named_culprits(names, jax.device_get(found.kinds))[0]
+        warn(
+            f"the gradient of {first} was changed after it had been checked and is now "
+            f"{first.kind}: nothing was applied, although the result says so"
+        )
 
 
 # Gradients that `value_and_grad` returned are marked as long as they live.

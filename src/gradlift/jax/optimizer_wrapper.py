@@ -15,7 +15,8 @@ from ..errors import MisuseError
 from ..reading import Reading
 from ..rules import Off, Rule
 from . import devices as _axis
-from .application import marked, norm_of
+from .application import marked
+from .finite_checking import leaves_of, look
 from .scaler import (
     Parameters,
     Result,
@@ -111,7 +112,7 @@ def wrap(
             more["value"] = value
         if off:
             if max_norm is not None:
-                grads = unscaled(grads, clip_coefficient(norm_of(grads, []), max_norm, jnp))
+                grads = unscaled(grads, clip_coefficient(_norm(grads), max_norm, jnp))
             updates, moved = inner.update(grads, state.inner, params, **more)
             return updates, WrapState(moved, after, result)
         factor = 1 / scaler.state.scale
@@ -127,6 +128,11 @@ def wrap(
         return updates, WrapState(moved, after, result)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _norm(grads: Any) -> Any:
+    leaves = leaves_of(grads)
+    return look(leaves, 1.0, amax=False).norm if leaves else jnp.float32(0)
 
 
 def _placed(kinds: Any, found: Parameters, parameters: Parameters) -> Any:

@@ -5,14 +5,26 @@ from __future__ import annotations
 import gc
 import json
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..core import Cause, Verdict
 from ..errors import JournalError, JournalWarning, warn
 from .records import NAN, Event, Probe, Run, Sample, Step
-from .validation import LONGEST_LINE, MOST_KEYS, by_name, count, detail, header, number, text, texts
+from .validation import (
+    LONGEST_LINE,
+    Distinct,
+    by_name,
+    count,
+    detail,
+    header,
+    number,
+    text,
+    texts,
+)
 
 SCHEMA = 1
 JOURNAL = "journal.jsonl"  # its name in a run's folder
@@ -31,10 +43,8 @@ def read_journal(path: str | os.PathLike[str]) -> Run:
     gradlift.errors.JournalError: cannot read nowhere.jsonl: No such file or directory
     """
     path = journal_at(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise JournalError(f"cannot read {path}: {error.strerror}") from error
+    with open_journal(path) as file:
+        data = file.read()
     if not data:
         _warned(f"{path} is empty: it has no line")
         return Run(path=path)
@@ -43,7 +53,7 @@ def read_journal(path: str | os.PathLike[str]) -> Run:
         lines.pop()  # what follows the last line end
     check_head(lines[0], path)
     run = Run(path=path)
-    damaged = add_lines(lines, run)
+    damaged = add_lines(lines, run, Distinct())
     if damaged:
         _warned(
             f"{path}: {damaged} damaged or cut-off line{'s' * (damaged > 1)} left out, "
@@ -59,24 +69,51 @@ def journal_at(path: str | os.PathLike[str]) -> Path:
     'run.jsonl'
     """
     path = Path(path)
-    if not path.is_dir():
-        return path
-    journal = path / JOURNAL
-    if journal.is_symlink() and path.resolve() not in journal.resolve().parents:
-        raise JournalError(
-            f"{journal} is a symbolic link that leads out of its folder, and is not followed. If "
-            "it is the file you mean, give its own path"
-        )
+    try:
+        if not path.is_dir():
+            return path
+        journal = path / JOURNAL
+        if journal.is_symlink() and path.resolve() not in journal.resolve().parents:
+            raise JournalError(
+                f"{journal} is a symbolic link that leads out of its folder, and is not followed. "
+                "If it is the file you mean, give its own path"
+            )
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed, a loop
+        raise _unreadable(path, error) from error
     return journal
 
 
-def add_lines(lines: list[bytes], run: Run) -> int:
-    """Adds lines of a journal to `run`; returns how many were damaged, and so left out."""
+def _unreadable(path: Path, error: Exception) -> JournalError:
+    return JournalError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
+
+
+@contextmanager
+def open_journal(path: Path) -> Iterator[BinaryIO]:
+    """The file, open for reading. A pipe or a device is refused: it may have no end, or no writer.
+
+    >>> with open_journal(Path(os.devnull)) as file:  # what a rank writes that has no folder
+    ...     file.read()
+    b''
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) and str(path) != os.devnull:
+                raise JournalError(f"cannot read {path}: it is no regular file")
+            yield file
+    except JournalError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise _unreadable(path, error) from error
+
+
+def add_lines(lines: list[bytes], run: Run, distinct: Distinct) -> int:
+    """Adds lines of a journal to `run`; returns how many were damaged, and so left out. `distinct`
+    is the journal's, whose lines may come in several calls."""
     collecting = gc.isenabled()
     gc.disable()  # no garbage arises here, and collecting takes a quarter of the time
     try:
-        keys: set[str] = set()
-        return sum(line is None or not _take(line, run, keys) for line in _parsed(lines))
+        return sum(line is None or not _take(line, run, distinct) for line in _parsed(lines))
     finally:
         if collecting:
             gc.enable()
@@ -101,24 +138,29 @@ def _parsed(lines: list[bytes]) -> Iterator[Any]:
                 yield None
 
 
-def _take(line: Any, run: Run, keys: set[str]) -> bool:
+def _take(line: Any, run: Run, distinct: Distinct) -> bool:
     """Adds one line to the run; False if it is damaged. Lines of an unknown kind are ignored."""
     try:
         kind = line["kind"]
         if kind == "step":
             step = _step(line)
-            keys.add(step.key)
-            if len(keys) > MOST_KEYS:
-                return False
+            distinct.key(step.key)
+            distinct.names(step.culprits)
             run.steps.append(step)
         elif kind == "event":
             rest = {k: v for k, v in line.items() if k not in ("kind", "step", "what")}
             at = line["step"] if line["step"] is None else count(line["step"])
-            run.events.append(Event(at, text(line["what"]), detail(rest)))
+            found = detail(rest)
+            distinct.names(found.get("culprits", ()))
+            run.events.append(Event(at, text(line["what"]), found))
         elif kind == "sample":
-            run.samples.append(Sample(count(line["step"]), by_name(line["parameters"])))
+            sample = Sample(count(line["step"]), by_name(line["parameters"]))
+            distinct.names(sample.parameters)
+            run.samples.append(sample)
         elif kind == "probe":
-            run.probes.append(Probe(count(line["step"]), by_name(line["modules"])))
+            probe = Probe(count(line["step"]), by_name(line["modules"]))
+            distinct.names(probe.modules)
+            run.probes.append(probe)
         elif kind == "header":
             _check_schema(line["schema"], run.path)
             facts = header(line)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from ..core import Cause, Verdict, is_skip
 from ..formats import FP16, Format
+from .validation import count, text
+from .validation import detail as checked
 
 NAN = math.nan
 
@@ -134,10 +136,10 @@ class Run:
         return sum(s.verdict is None for s in self.steps)
 
 
-def event_of(step: int | None, what: str, detail: dict[str, Any]) -> Event:
-    """An event that was saved in a scaler's state.
+def event_of(step: Any, what: Any, detail: Any) -> Event:
+    """An event that was saved in a scaler's state, or ValueError.
 
     >>> event_of(7, "skip", {"cause": "OVERFLOW"}).what
     'skip'
     """
-    return Event(step, str(what), dict(detail))
+    return Event(None if step is None else count(step), text(what), checked(detail))

@@ -7,17 +7,38 @@ damaged and leaves it out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..text import visible
 
 LONGEST_LINE = 2**26  # bytes
 MOST_KEYS = 1000  # losses with a scale of their own
-MOST_NAMES = 200_000  # parameters or modules in one line
+MOST_NAMES = 200_000  # parameters and modules
 LONGEST_TEXT = 10_000  # characters; longer texts are cut
 DEEPEST = 16  # lists and dictionaries inside each other
 _LARGEST = 2**63
 _EXPONENTS = frozenset(map(str, range(-1100, 1101)))  # float64 has -1074 to 1023
+
+
+class Distinct:
+    """The keys and the names that a journal has; ValueError for one too many."""
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+        self._names: set[str] = set()
+
+    def key(self, key: str) -> None:
+        if key not in self._keys:
+            if len(self._keys) >= MOST_KEYS:
+                raise ValueError("too many keys")
+            self._keys.add(key)
+
+    def names(self, names: Iterable[str]) -> None:
+        new = [name for name in names if name not in self._names]
+        if len(self._names) + len(new) > MOST_NAMES:
+            raise ValueError("too many names")
+        self._names.update(new)
 
 
 def number(value: Any) -> float:
@@ -151,8 +172,10 @@ def by_name(value: Any) -> dict[str, dict[str, Any]]:
     return {text(name): statistics(each) for name, each in value.items()}
 
 
-def detail(value: dict[str, Any]) -> dict[str, Any]:
+def detail(value: Any) -> dict[str, Any]:
     """What an event has besides its step and its kind."""
+    if not isinstance(value, dict):
+        raise ValueError("not details")
     return {text(name): _DETAIL.get(name, plain)(each) for name, each in value.items()}
 
 

@@ -216,6 +216,12 @@ the "window" so far |
                 "variable, None where there is none"
             )
         self._check_variables_are_known(variables)
+        for g, v in zip(grads, variables):
+            if g is not None and "float" not in (kind := keras.backend.standardize_dtype(g.dtype)):
+                raise MisuseError(
+                    f"the gradient of {getattr(v, 'path', 'a variable')} is {kind}, expected real "
+                    "floating-point numbers"
+                )
         self._pairing.check_true(grads)
         if not self._scaled_once and self.initial_scale != 1 and grads:
             self._scaled_once = True

@@ -38,6 +38,7 @@ def checked(
                 f"the saved optimizer's variable {place} has shape {value.shape}, expected "
                 f"{shapes[place]}: it was saved with another model"
             )
+        _check_numbers(place, value, ring=place == kept[3])
     scale, clean = float(found[kept[0]]), int(found[kept[1]])
     if not ours:
         if not isinstance(rule, Backoff):  # to others `clean` does not mean what it means to Keras
@@ -50,6 +51,25 @@ def checked(
     if min(counts_of(history)) < 0:
         raise StateError("the saved optimizer's counts are negative: the file is damaged")
     return found
+
+
+def _check_numbers(place: int, value: Any, *, ring: bool) -> None:
+    """A moment that is not finite would be in the weights after one step. The ring has NaN where
+    something is not known."""
+    real = value.dtype.kind in "fiub" or "float" in value.dtype.name  # bfloat16 has no kind
+    if not real:
+        raise StateError(
+            f"the saved optimizer's variable {place} holds {value.dtype}, expected numbers: the "
+            "file is damaged"
+        )
+    finite = ring | np.isfinite(value.astype(np.float64))
+    if not finite.all():
+        at = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise StateError(
+            f"the saved optimizer's variable {place} is {value[at]} at {list(at)}: it would be in "
+            "the weights after one step. Load an earlier file, or build the optimizer anew and "
+            "load the model's weights alone"
+        )
 
 
 def _check(rule: Rule, state: ScaleState) -> None:

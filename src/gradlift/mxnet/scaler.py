@@ -30,14 +30,13 @@ from ..core import (
     loss_blamed,
     loss_level,
 )
-from ..core.state import load
 from ..errors import MisuseError, warn
 from ..formats import FP16, FP32
 from ..journal import JournalLike, channel
 from ..reading import Reading
 from ..rules import Off, Rule
 from .finite_check import GluonLook, Gradient, look
-from .saving import ATTRIBUTE, SavedWithTrainer, in_file, of_rule
+from .saving import ATTRIBUTE, BeforeLoading, SavedWithTrainer, load_states, of_rule
 from .trainer import (
     accumulated,
     check_half,
@@ -298,13 +297,15 @@ class Scaler(LossScaleOwner):
 
     def _load_states(self, fname: str) -> None:
         """`trainer.load_states`: the scale's state comes with the optimizer's, if it was saved."""
-        found = in_file(fname)
-        if found is not None:
-            load(self.rule, found)  # refused before anything is changed
-        type(self.trainer).load_states(self.trainer, fname)
+        before = BeforeLoading(self.trainer)
+        try:
+            found = load_states(self.trainer, fname)
+            if found is not None:
+                self.load_state_dict(found)
+        except BaseException:
+            before.undo()
+            raise
         self._save_with_trainer()
-        if found is not None:
-            self.load_state_dict(found)
 
 
 def _take_out(fresh: list[Gradient], factor: float) -> None:

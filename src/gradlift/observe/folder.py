@@ -105,16 +105,31 @@ def shared(runs: Path) -> Path | None:
     until = time.monotonic() + _WAIT
     while time.monotonic() < until:
         try:
-            name = _pointer(runs).read_text()
-            return runs / name if _is_plain(name) else None
-        except OSError:
+            flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+            with open(os.open(_pointer(runs), flags), encoding="utf-8") as file:
+                name = file.read(1000)
+            folder = runs / name
+            return folder if _is_plain(name) and not folder.is_symlink() else None
+        except FileNotFoundError:
             time.sleep(0.05)
+        except (OSError, ValueError):  # a link, or no text: it was not written by rank 0
+            return None
     return None
 
 
 def _pointer(runs: Path) -> Path:
-    launch = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return runs / f".launch-{launch[0]}-{launch[1]}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return runs / f".launch-{os.getppid()}-{_launched()}-{int(restart) if restart.isdigit() else 0}"
+
+
+def _launched() -> str:
+    """When the launcher started. Its number alone comes back: in a container it is always the same,
+    and a job that was killed leaves its pointer behind."""
+    try:
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        return fields[19]
+    except (OSError, IndexError):  # not on Linux
+        return "0"
 
 
 def journal_of(folder: Path | None, rank: int) -> Path:

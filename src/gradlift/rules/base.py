@@ -10,6 +10,7 @@ from ..errors import SettingsError, StateError
 from ..formats import Format
 from ..namespace import namespace
 from ..reading import Reading
+from ..text import shown
 
 SCHEMA = 1
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # 1/scale and scale are normal float32 numbers in here
@@ -119,15 +120,15 @@ class Rule:
         if not isinstance(data, dict):
             raise StateError(f"a scale state is a dict, this is {type(data).__name__}")
         schema = data.get("schema")
-        if schema != SCHEMA or isinstance(schema, bool):
+        if type(schema) is not int or schema != SCHEMA:
             raise StateError(
-                f"this scale state has schema {schema!r}, this gradlift reads schema {SCHEMA}"
+                f"this scale state has schema {shown(schema)}, this gradlift reads schema {SCHEMA}"
             )
-        if data.get("rule") != self.name:
+        if not is_name(data.get("rule"), self):
             raise StateError(
-                f"this scale state was saved by the rule {data.get('rule')!r} whose history "
+                f"this scale state was saved by the rule {shown(data.get('rule'))} whose history "
                 f"{self.name!r} cannot read; load it with the rule it was saved with, or start "
-                f"anew with init_scale={data.get('scale')!r}"
+                f"anew with init_scale={shown(data.get('scale'))}"
             )
         fields = []
         for field in ScaleState._fields:
@@ -140,12 +141,12 @@ class Rule:
 
     def _loaded_scale(self, scale: Any) -> float:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise StateError(f"scale is {scale!r}, expected a number")
-        if not math.isfinite(scale) or scale <= 0:
-            raise StateError(f"scale is {scale!r}, expected a finite number above 0")
+            raise StateError(f"scale is {shown(scale)}, expected a number")
+        if not 0 < scale < math.inf:
+            raise StateError(f"scale is {shown(scale)}, expected a finite number above 0")
         if not self.min_scale <= scale <= self.max_scale:
             raise StateError(
-                f"scale is {setting_text(float(scale))}, outside this rule's "
+                f"scale is {_scale_text(scale)}, outside this rule's "
                 f"[{setting_text(self.min_scale)}, {setting_text(self.max_scale)}]"
             )
         if self._powers_only and not is_power_of_two(scale):
@@ -166,12 +167,21 @@ class Rule:
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
 
+def is_name(value: Any, rule: Rule) -> bool:
+    """Is this the rule's name? A state may hold anything in its place."""
+    return isinstance(value, str) and value == rule.name
+
+
 def is_power_of_two(x: float) -> bool:
     """
     >>> is_power_of_two(0.25), is_power_of_two(6), is_power_of_two(float("inf"))
     (True, False, False)
     """
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
+
+
+def _scale_text(scale: float) -> str:
+    return setting_text(float(scale)) if scale < 2.0**1000 else shown(scale)
 
 
 def setting_text(value: Any) -> str:
@@ -187,7 +197,7 @@ def setting_text(value: Any) -> str:
 
 def _count(field: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**31 - 1:
-        raise StateError(f"{field} is {value!r}, expected a 32-bit integer")
+        raise StateError(f"{field} is {shown(value)}, expected a 32-bit integer")
     if value < 0 and field not in ("level", "spread"):
         raise StateError(f"{field} is {value!r}, expected 0 or more")
     return value

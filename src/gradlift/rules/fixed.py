@@ -65,7 +65,9 @@ class Static(Rule):
 
     def _loaded_scale(self, scale: Any) -> float:
         capped = 2.0**FP16.max_exponent  # all that a float16 loss can carry
-        return capped if scale == capped < self.scale else super()._loaded_scale(scale)
+        if isinstance(scale, float) and scale == capped < self.scale:
+            return capped
+        return super()._loaded_scale(scale)
 
     def __str__(self) -> str:
         return f"static:{setting_text(self.scale)}"

@@ -20,6 +20,7 @@ FORMATS = (FP16, BF16, E4M3, E5M2)
 MARGIN_BITS = 3  # a static scale is never lowered: room for gradients 8 times the largest seen
 LOSES_LITTLE = 0.01  # share of elements below the normal numbers that does not change training
 PHASES = 4  # a scale must fit each quarter of the samples, not their average
+_MOST_BITS = 126  # of a scale: its inverse is a normal float32 number, too
 _ROWS, _WIDTH = 16, 79  # of the table and the text: what fits a screen
 
 
@@ -94,7 +95,8 @@ def choose(
     wanted = formats[0]
     all_normal = wanted.min_exponent - min(everything)
     all_fit = wanted.max_exponent - highest
-    ks = range(min(0, all_fit - margin_bits), max(0, all_normal, all_fit + 1) + 1)
+    low, high = min(0, all_fit - margin_bits), max(0, all_normal, all_fit + 1)
+    ks = range(max(low, -_MOST_BITS), min(high, _MOST_BITS) + 1)
     candidates = tuple(
         Candidate(2.0**k, {f.name: _effect(everything, peaks, k, f) for f in formats}) for k in ks
     )
@@ -124,6 +126,7 @@ def _recommended(
         return max(s.flushed + s.subnormal for s in shares)
 
     safe = format.max_exponent - highest - margin_bits
+    safe = min(max(safe, -_MOST_BITS), _MOST_BITS)
     below = f"of the elements fall below {format.name}'s normal numbers"
     top = f"The largest gradient lies just below 2^{highest + 1}"
     if safe >= 0 and lost(0) <= LOSES_LITTLE:

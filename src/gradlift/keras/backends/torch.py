@@ -77,10 +77,10 @@ def read(grads: list[Tensor], inverse: float, amax: bool) -> tuple[bool, float, 
     return bool(nonfinite), top if amax else math.nan, math.nan if nonfinite else norm
 
 
-def first_bad(grads: list[tuple[int, Tensor]]) -> int:
+def first_bad(grads: list[tuple[int, Tensor]], inverse: float) -> int:
     """The last variable with a bad gradient is the first that backward made so."""
     for index, g in reversed(grads):
-        if kind := kind_of(g):
+        if kind := kind_of(g) or kind_of((g * inverse).float()):  # leaves float32 on the way
             return -(index + 1) if kind == "nan" else index + 1
     return 0
 
@@ -88,7 +88,7 @@ def first_bad(grads: list[tuple[int, Tensor]]) -> int:
 def inspect(grads: list[tuple[int, Tensor]], used: float, factor: float, amax: bool) -> RowReading:
     """What gradients show that carry `factor`, of a loss that carried `used`."""
     nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
-    culprit = first_bad(grads) if nonfinite else 0
+    culprit = first_bad(grads, 1 / factor) if nonfinite else 0
     return RowReading(nonfinite, top * (used / factor), norm, culprit)
 
 

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import MisuseError, SettingsError, StateError
 from ...reading import NAN, Reading
+from ...text import shown
 from ..nested import mapped
 from ..probing import GradientWatcher, checked_every, largest, unwatch, watch
 from .boundary import HALF_LEAF, BlockCall, check_boundaries, widened
@@ -203,11 +204,11 @@ class Layerwise(GradientWatcher):
     def load_state_dict(self, state: Any) -> None:
         """Everything is checked before anything is changed."""
         if not isinstance(state, dict) or state.get("schema") != SCHEMA:
-            raise StateError(f"this is no layerwise state of schema {SCHEMA}: {state!r:.80}")
+            raise StateError(f"this is no layerwise state of schema {SCHEMA}: {shown(state)}")
         for name, kind in (("passes", int), ("windows", int), ("settled", bool), ("again", bool)):
             value = state.get(name)
             if type(value) is not kind or value < 0:
-                raise StateError(f"{name} is {value!r}, expected {kind.__name__}")
+                raise StateError(f"{name} is {shown(value)}, expected {kind.__name__}")
         self._lifts = load(self.rule, list(self._lifts), state.get("blocks"))
         self.passes, self.windows = state["passes"], state["windows"]
         self.settled, self.again = state["settled"], state["again"]

@@ -21,6 +21,7 @@ from ...formats import FP16
 from ...reading import NAN, Reading
 from ...rules import Headroom, ScaleState, parse
 from ...rules.base import LARGEST, SMALLEST, is_power_of_two
+from ...text import shown
 from ..nested import tensors
 from ..probing import SAMPLED, largest, peak_of
 from ..scaler.finite_check import dense, flat
@@ -144,22 +145,27 @@ def load(rule: Headroom, names: list[str], data: Any) -> dict[str, BlockLift]:
     if set(data) != set(names):
         odd = sorted(map(str, set(data) ^ set(names)))
         raise StateError(
-            f"this layerwise state has other blocks than this model (they differ in {odd[:5]}): "
-            "call layerwise() with the blocks it was saved with"
+            "this layerwise state has other blocks than this model (they differ in "
+            f"{shown(odd[:5])}): call layerwise() with the blocks it was saved with"
         )
     lifts = {}
     for name in names:
         entry = data[name]
         if not isinstance(entry, dict) or set(entry) != {"lift", "known", "rough", "state"}:
-            raise StateError(f"block {name!r} is {entry!r:.80}, expected lift, known, rough, state")
+            raise StateError(
+                f"block {name!r} is {shown(entry)}, expected lift, known, rough, state"
+            )
         lift, known, rough = entry["lift"], entry["known"], entry["rough"]
         number = isinstance(lift, (int, float)) and not isinstance(lift, bool)
         if not number or not 1 <= lift <= MAX_LIFT or not is_power_of_two(lift):
             raise StateError(
-                f"the lift of block {name!r} is {lift!r}, expected a power of two from 1 to 2^96"
+                f"the lift of block {name!r} is {shown(lift)}, expected a power of two from 1 to "
+                "2^96"
             )
         if not isinstance(known, bool) or not isinstance(rough, bool):
-            raise StateError(f"known and rough of block {name!r} are {known!r} and {rough!r}")
+            raise StateError(
+                f"known and rough of block {name!r} are {shown(known)} and {shown(rough)}"
+            )
         lifts[name] = BlockLift(rule.load(entry["state"]), float(lift), known, rough)
     return lifts
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ...errors import MisuseError, SettingsError, StateError, warn
 from ...journal import recorder
+from ...text import shown
 from ..gradient_source import multiply
 from ..names import name_of
 from .flat_region import Piece, PieceByPiece, Region, shares
@@ -456,20 +457,24 @@ class MasterWeights(Optimizer):
         A NaN or inf in a master or a moment is damage. Without `strict` such a parameter begins
         anew: its master is the model's weight, its moments are empty; a warning names it.
         """
+        if not isinstance(state_dict, dict):
+            raise StateError(f"an optimizer state is a dict, this is {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         plain = shadow(self)
         try:
             plain.load_state_dict(state_dict)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise StateError(f"this optimizer state cannot be loaded: {error!r:.200}") from error
+        except Exception as error:  # torch relies on the layout, and fails in many ways
+            raise StateError(
+                f"this optimizer state cannot be loaded: {shown(error, 200)}"
+            ) from error
         seed, apart, leads = own_part(state_dict.get("gradlift", {}))
         params = self._all()
         stand_ins = [p for group in plain.param_groups for p in group["params"]]
         entries = {p: plain.state.get(s, {}) for p, s in zip(params, stand_ins)}
         extras = {p: apart.get(i, {}) for i, p in enumerate(params)}
-        check_groups(plain.param_groups)
+        check_groups(plain.param_groups, self.param_groups)
         anew = []
         if not strict:
             anew = [p for p in params if nonfinite(entries[p]) or nonfinite(extras[p])]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...core.state import is_schema
 from ...errors import StateError
+from ...text import shown
 from ..names import name_of
 from .flat_region import COUNTERS
 from .rounding import BITS16
@@ -114,14 +116,37 @@ def first_nonfinite(value: Tensor) -> str:
     return f"{value[tuple(at)].item()} at {at}"
 
 
-def check_groups(groups: list[dict[str, Any]]) -> None:
-    """A NaN among an optimizer's settings would be in every weight after one step."""
-    for i, group in enumerate(groups):
+def check_groups(groups: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Are these settings of this optimizer? A NaN among them would be in every weight."""
+    for i, (group, current) in enumerate(zip(groups, now)):
         for name, value in group.items():
-            for v in value if isinstance(value, (tuple, list)) else (value,):
-                number = v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
-                if isinstance(number, float) and math.isnan(number):
-                    raise StateError(f"{name} of parameter group {i} is nan: this state is damaged")
+            if name not in ("params", "param_names") and not _fits(value, current.get(name)):
+                raise StateError(
+                    f"{name} of parameter group {i} is {shown(value)}: this state is damaged, or "
+                    "belongs to another optimizer"
+                )
+
+
+def _fits(value: Any, current: Any) -> bool:
+    """Can a setting that is `current` be `value`? Numbers must be finite."""
+    if isinstance(current, (tuple, list)):
+        alike = isinstance(value, (tuple, list)) and len(value) == len(current)
+        return alike and all(map(_fits, value, current))
+    if isinstance(current, str) or callable(current):
+        return isinstance(value, type(current))
+    if isinstance(current, (float, Tensor)) or type(current) is int:
+        return abs(_number(value)) < 2.0**127  # False for NaN
+    if value is None or type(value) is bool:
+        return True
+    return current is None and (isinstance(value, str) or _fits(value, 0.0))
+
+
+def _number(value: Any) -> float:
+    """A number, or the only one in an array; NaN for anything else."""
+    if hasattr(value, "item") and math.prod(value.shape) == 1:
+        value = value.item()
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if real else math.nan
 
 
 def check(owner: MasterWeights, entries: dict[Tensor, Any], extras: dict[Tensor, Any]) -> None:
@@ -137,7 +162,7 @@ def check(owner: MasterWeights, entries: dict[Tensor, Any], extras: dict[Tensor,
     for p in owner._all():
         for entry in (entries[p], extras[p]):
             if not isinstance(entry, dict):
-                raise StateError(f"the state of {name_of(p)} is {entry!r:.80}, expected a dict")
+                raise StateError(f"the state of {name_of(p)} is {shown(entry)}, expected a dict")
             for key, value in entry.items():
                 if key == "master" or (owner._elementwise and isinstance(key, str)):
                     _check_value(p, key, value)
@@ -153,14 +178,14 @@ def check(owner: MasterWeights, entries: dict[Tensor, Any], extras: dict[Tensor,
 
 
 def _check_value(p: Tensor, key: str, value: Any) -> None:
-    one = (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, (int, float))
+    one = 0 <= _number(value) < 2**63
     each = isinstance(value, Tensor) and value.shape == p.shape
     if (one if key in COUNTERS else each) or (key == "momentum_buffer" and value is None):
         return
-    shape = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
+    shape = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{shown(value)}"
     wanted = "one number" if key in COUNTERS else f"the shape {tuple(p.shape)}"
     raise StateError(
-        f"the state {key!r} of {name_of(p)} has {shape}, expected {wanted}: it is damaged or "
+        f"the state {shown(key)} of {name_of(p)} has {shape}, expected {wanted}: it is damaged or "
         "belongs to another model"
     )
 
@@ -168,12 +193,14 @@ def _check_value(p: Tensor, key: str, value: Any) -> None:
 def own_part(own: Any) -> tuple[dict[str, int], dict[int, dict[str, Tensor]], list[int]]:
     """What a state dict has under "gradlift": the noise's seed and step, the masters of parameters
     without an entry, the parameters that pieces begin with. StateError if it is damaged."""
-    if not isinstance(own, dict) or own.get("schema", SCHEMA) != SCHEMA:
-        raise StateError(f"this state's 'gradlift' entry has an unknown schema: {own!r:.80}")
+    if not isinstance(own, dict) or not is_schema(own.get("schema", SCHEMA)):
+        raise StateError(f"this state's 'gradlift' entry has an unknown schema: {shown(own)}")
     seed, apart, leads = own.get("dice", {}), own.get("apart", {}), own.get("leads", [])
-    numbers = isinstance(seed, dict) and all(type(n) is int for n in seed.values())
+    numbers = isinstance(seed, dict) and all(
+        type(n) is int and 0 <= n < 2**63 for n in seed.values()
+    )
     if not numbers or not {*seed} <= {"seed", "step"}:
-        raise StateError(f"this state's dice are {seed!r:.80}, expected a seed and a step")
+        raise StateError(f"this state's dice are {shown(seed)}, expected a seed and a step")
     if not isinstance(apart, dict) or not all(isinstance(e, dict) for e in apart.values()):
         raise StateError("this state's masters are damaged")
     if not isinstance(leads, list) or not all(type(i) is int and i >= 0 for i in leads):

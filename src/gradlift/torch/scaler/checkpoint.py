@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...core import state as saved_state
 from ...errors import StateError
 from ...journal.records import event_of
+from ...text import shown
 
 if TYPE_CHECKING:
     from .grad_scaler import GradScaler
@@ -52,7 +53,9 @@ def load(scaler: GradScaler, data: Any) -> None:
         raise StateError("this scaler state's keys or events are damaged")
     for key, entry in keys.items():
         if not isinstance(entry, dict):
-            raise StateError(f"the state of key {key!r} is {type(entry).__name__}, expected a dict")
+            raise StateError(
+                f"the state of key {shown(key)} is {type(entry).__name__}, expected a dict"
+            )
         state = saved_state.scale_state(rule, entry.get("scale"), entry.get("clean"), entry)
         states[key] = state, *saved_state.counts(entry)
     events = [_event(entry) for entry in listed]
@@ -77,7 +80,7 @@ def load(scaler: GradScaler, data: Any) -> None:
 def _parsed(text: Any) -> Any:
     try:
         return json.loads(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return None  # refused by whoever expected something
 
 
@@ -85,4 +88,4 @@ def _event(data: Any) -> Any:
     try:
         return event_of(*data)
     except (TypeError, ValueError) as error:
-        raise StateError(f"an event is {data!r:.80}, expected [step, what, detail]") from error
+        raise StateError(f"an event is {shown(data)}, expected [step, what, detail]") from error
