@@ -49,6 +49,8 @@ class RankGroup:
     """The weight of every parameter, None if they differ."""
     asked_norm = asked_amax = False
     """Has some rank asked for these, say for its journal?"""
+    shows_norm = False
+    """Would it also have done so without a recorded run around?"""
     compared = False
     """Have scales and layouts been compared since the scale was last set by hand?"""
 
