@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers.torch import OVERFLOW, X, bits, both_paths, half_loss, made, net, step, train
 
+import gradlift
 from gradlift import Journal, Verdict, read_journal, replay
-from gradlift.torch import GradScaler
+from gradlift.torch import GradScaler, MasterWeights
 
 
 @pytest.mark.parametrize("device_path", [False, True])
@@ -126,6 +127,41 @@ def test_recording_changes_no_bit_where_some_gradients_are_no_part_of_amax(tmp_p
     assert norms[:20] == norms[20:]
     assert weights[0] == weights[1]
     assert read_journal(tmp_path / "run.jsonl").steps[0].amax > 0
+
+
+@both_paths
+@pytest.mark.parametrize("kind", ["plain", "fused", "masters"])
+@pytest.mark.parametrize("rule", [None, "auto", "static:2^6"])
+def test_a_run_around_changes_no_result_event_or_state(tmp_path, device_path, kind, rule):
+    """It may ask for norms, and know of skips, that the scaler would not show by itself."""
+
+    def trained():
+        dtype = torch.float16 if kind == "masters" else torch.float32
+        model = net(8, 1).to(dtype)
+        if kind == "masters":
+            optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=kind == "fused")
+        scaler = GradScaler("cpu", rule=rule)
+        scaler._force_device_path = device_path
+        for i in range(6):
+            optimizer.zero_grad()
+            factor = {1: float("nan"), 3: 2.0**126}.get(i, 1.0)
+            scaler.scale(model(X.to(dtype)).float().square().mean() * factor).backward()
+            if i == 4:
+                yield float(scaler.clip_grad_norm_(optimizer, 0.1))
+            scaler.step(optimizer)
+            scaler.update()
+            yield repr((scaler.result, scaler.result.grad_norm, scaler.events))
+        yield repr(scaler.state_dict())
+        yield bits(model)
+
+    plain = list(trained())
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        assert list(trained()) == plain
+    steps = session.run.steps
+    assert [s.skipped for s in steps] == [False, True, False, True, False, False]
+    assert all(s.norm > 0 for s in steps if not s.skipped)
 
 
 @both_paths

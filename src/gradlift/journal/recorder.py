@@ -118,6 +118,8 @@ class Channel:
         self.recorders = recorders
         self.events: deque[Event] = deque(maxlen=_LAST_EVENTS)
         """The last skips, retries and halts."""
+        self.keeps_events = True
+        """Do skips go into `events`? Not if only a run around made them known."""
         self._facts: dict[str, Any] = {}
         self._labels: dict[Recorder, str] | None = None
         self._noted: set[str] = set()
@@ -129,6 +131,16 @@ class Channel:
         """Is there a journal? Then amax and norm are wanted, whether the rule needs them or not."""
         self.heard = self.recording or any(r.on_event for r in self.recorders)
         """Is there a journal or a callback? Then a step's numbers must be read from a device."""
+
+    @property
+    def own_journal(self) -> bool:
+        """Was the scale given a journal itself?"""
+        return bool(self.recorders) and bool(self.recorders[0].journals)
+
+    @property
+    def heard_by_user(self) -> bool:
+        """Was the scale given a journal or a callback itself?"""
+        return self.own_journal or bool(self.recorders and self.recorders[0].on_event)
 
     def leave_own_journal(self) -> None:
         """Drops the scale's own journal; the run of `current()` is still recorded."""
@@ -167,7 +179,7 @@ class Channel:
     def step(self, finished: Finished, result: StepResult) -> None:
         """A finished step: its event if it was not applied, its notes, its line."""
         if result.verdict is not Verdict.APPLY and result.skipped:
-            self._event(finished, result)
+            self._event(finished, result, keep=self.keeps_events)
         for note in finished.notes:
             self.note(finished.step, note)
         if not self.recording:
@@ -204,7 +216,7 @@ class Channel:
         """A try that is followed by another."""
         self._event(finished, result)
 
-    def _event(self, finished: Finished, result: StepResult) -> None:
+    def _event(self, finished: Finished, result: StepResult, *, keep: bool = True) -> None:
         detail = {
             "cause": result.cause.name,
             "scale": result.scale,
@@ -213,12 +225,14 @@ class Channel:
             "micro_batch": result.micro_batch,
         }
         what = str(result.verdict)
-        self.events.append(Event(finished.step, what, _keyed(detail, finished.key)))
+        event = Event(finished.step, what, _keyed(detail, finished.key))
+        if keep:
+            self.events.append(event)
         for journal, label in self._journals():
             journal.event(what, finished.step, **_keyed(detail, _joined(label, finished.key)))
         for recorder in self.recorders:
             if recorder.on_event is not None:
-                recorder.on_event(self.events[-1])
+                recorder.on_event(event)
 
     def note(self, step: int | None, note: Note) -> None:
         """A sentence with a code; one that holds for the whole run is written once."""

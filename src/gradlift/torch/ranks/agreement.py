@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NOT_TAKEN = -1.0
 LEFT, BEGINS = 0.0, -1.0  # in place of a scale: the rank has no batch left, or begins a pass
-NORM, AMAX, CLIPS = 1, 2, 4  # bits of what a rank asks for
+NORM, AMAX, CLIPS, WATCHED = 1, 2, 4, 8  # bits of what a rank asks for
 
 
 def world_size(group: Any) -> int:
@@ -203,7 +203,8 @@ def compare(by_rank: dict[int, RankRow], group: RankGroup) -> None:
     for row in rows:
         asks |= int(row.asks)
     if group.has_shards:  # else what the asking rank has is what all have
-        group.asked_norm, group.asked_amax = bool(asks & NORM), bool(asks & AMAX)
+        group.asked_norm, group.asked_amax = bool(asks & (NORM | WATCHED)), bool(asks & AMAX)
+        group.shows_norm = bool(asks & NORM)
     if len({row.scale for row in rows}) > 1:
         raise RankError(
             f"{differing('scales', ranks, [row.scale for row in rows])}. Their gradients "

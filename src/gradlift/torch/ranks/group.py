@@ -53,6 +53,8 @@ class RankGroup:
     """Has some rank asked for these, say for its journal?"""
     call = "step()"
     """In which call of the user they agree."""
+    shows_norm = False
+    """Would it also have done so without a recorded run around?"""
     compared = False
     """Have scales and layouts been compared since the scale was last set by hand?"""
 

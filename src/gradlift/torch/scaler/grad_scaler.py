@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -307,6 +308,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             window, limits = self._last, self._settings.limits
             done = window.finished() if callable(window.finished) else window.finished
             assert done is not None
+            if not window.norm_shown:
+                done = done._replace(reading=done.reading._replace(norm=math.nan))
             verdict = window.verdict or verdict_of(done.cause, int(done.before.skips), limits)
             self._last = result_of(done, verdict)
         return self._last

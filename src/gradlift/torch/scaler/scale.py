@@ -34,7 +34,7 @@ from ...reading import NAN, Reading
 from ..gradient_source import GradientSource, gradients_of, multiply
 from ..names import culprits, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
-from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, RankRow, gather
+from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, WATCHED, RankRow, gather
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.sharding import distributed
 from .accumulation import DropBad
@@ -221,6 +221,7 @@ class Scale:
                     "after the last backward() before step()"
                 )
             window.fresh = False
+            window.norm_shown = window.norm_shown or norm
             changed = window.source.changed()
             alone = window.group.group is None
             if changed and norm and not window.unscaled and not alone:
@@ -266,7 +267,7 @@ class Scale:
             window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
             if first:
                 window.source.check_settings()
-                self.settings.optimizers.setdefault(optimizer, False)
+                self.settings.unnamed.append(weakref.ref(optimizer))
         window.group = group
         window.source.find(by_parameter=self.home.late, spread=group is not ALONE)
         return window
@@ -290,6 +291,8 @@ class Scale:
         """One look at the gradients, by this rank and by all: `window.reading`."""
         settings, home, group = self.settings, self.home, window.group
         window.norm_taken = norm or settings.recorded or group.asked_norm
+        free = not (home.late or settings.rule.magnitudes)  # the check is the norm
+        window.norm_shown = norm or free or not settings.watched or group.shows_norm
         amax = settings.wants_amax or group.asked_amax
         losses: list[Any] = []
         if self.loss_bad and group.sees_all_losses:
@@ -354,7 +357,9 @@ class Scale:
 
     def _asks(self) -> int:
         """What this rank wants to know of all: for its journal, or for its rule."""
-        return NORM * self.settings.recorded + AMAX * self.settings.wants_amax
+        settings = self.settings
+        asks = NORM * settings.recorded if not settings.watched else WATCHED
+        return asks + AMAX * settings.wants_amax
 
     def _probed(self, window: Window) -> Any:
         """What only some ranks have probed does not count: their scales would drift apart."""
@@ -635,6 +640,8 @@ class Scale:
         if ended is not None:
             settings = self.settings
             done = ended() if callable(ended) else ended
+            if self.home.late:  # else every step's event is known
+                settings.channel.keeps_events = settings.known
             conclude(done, settings.rule, settings.limits, settings.channel)
 
     def params(self) -> list[Tensor]:

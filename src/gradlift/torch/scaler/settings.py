@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -37,8 +37,8 @@ class ScalerSettings:
     """What "auto" becomes once batches are retried."""
     replicas: int = 1
     """The number of ranks that the rule was made for."""
-    optimizers: WeakKeyDictionary[Any, bool] = dataclasses.field(default_factory=WeakKeyDictionary)
-    """In the order of their first steps: have their parameters got names?"""
+    unnamed: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+    """Optimizers whose parameters have no names yet, in the order of their first steps."""
     taken: dict[str, int] = dataclasses.field(default_factory=dict)
     """name -> id of the parameter that has it."""
 
@@ -49,18 +49,22 @@ class ScalerSettings:
     def names(self) -> dict[int, str]:
         """id(parameter) -> name, of all optimizers seen so far. Walks every object, so it is asked
         for only by a journal and by what went wrong; the names are the same whoever asks first."""
-        for optimizer in [o for o, done in self.optimizers.items() if not done]:
+        unnamed, self.unnamed = self.unnamed, []
+        for optimizer in filter(None, (held() for held in unnamed)):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             name_apart(params, self.known_names, self.taken)
-            self.optimizers[optimizer] = True
         return self.known_names
 
     def use_rule(self, rule: Rule) -> None:
         self.rule = self.channel.rule = rule
         self.recorded = self.channel.recording
+        self.watched = self.recorded and not self.channel.own_journal
+        """Recorded only by a run around, which must not show in results and saved states?"""
         self.wants_amax = rule.magnitudes or self.recorded
         self.observed = self.channel.heard or self.limits != Limits()
-        """Does anybody listen, so that a device must send its numbers over?"""
+        """Must a device send its numbers over, for a journal, a callback or the limits?"""
+        self.known = self.channel.heard_by_user or self.limits != Limits()
+        """Would it do so without a recorded run around?"""
 
     def use_replicas(self, ranks: int | None = None) -> None:
         """Ranks average their gradients: what is seen afterwards may have been that much larger.

@@ -42,6 +42,8 @@ class Window:
     norm: Any = math.nan
     """Of the true gradients; a tensor on a device. NaN where it was not taken."""
     norm_taken: bool = False
+    norm_shown: bool = False
+    """Is the norm in the result, too? Not if it was taken only for a recorded run around."""
     loss_known: Any = False
     """Was a loss scaled, by any rank of the group?"""
     culprits: tuple[Culprit, ...] = ()
