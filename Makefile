@@ -1,6 +1,7 @@
 # make run    set up what is needed, then show the main job
 # make test   set up every framework, then run every test
 # make lint   format, lint, types       make prove   proofs of the rules
+# make kills  kill runs and resume them, a hundred times an adapter
 # make bench  measure                   make clean   remove .venv, .venv-mxnet
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
-.PHONY: run test lint prove bench docs clean always
+.PHONY: run test lint prove kills bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
@@ -57,6 +58,11 @@ lint: $(VENV)/.test
 # What the rules promise, proved by z3 from their own source; faulty rules must be refuted.
 prove: $(VENV)/.test
 	@$(BIN)/python -m proofs.prove --mutants
+
+# Killed at any instant and resumed: the same bits, and a journal that can be read.
+kills: export OMP_NUM_THREADS := 1
+kills: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m kills
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py

@@ -14,7 +14,6 @@ import gradlift.jax as gl
 from .jax_cache import compile_once
 from .lives import BAD
 
-
 compile_once()
 
 

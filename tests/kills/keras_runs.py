@@ -1,4 +1,4 @@
-"""Keras, on the backend of KERAS_BACKEND: a `.keras` file, weights alone, TensorFlow's checkpoint."""
+"""Keras on the backend of KERAS_BACKEND: a `.keras` file, weights, TensorFlow's checkpoint."""
 
 import math
 
@@ -25,7 +25,7 @@ class Marker(keras.callbacks.Callback):
         self.mark("compiled step")
 
     def on_train_batch_end(self, batch, logs=None):
-        self.mark("journal")
+        self.mark("rest of fit")
 
 
 def layer(size, seed, **how):

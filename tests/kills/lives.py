@@ -2,12 +2,15 @@
 
 A training is a class with a journal given to it:
 
-    Training(journal)      everything made anew, in a process that has used the framework for nothing
+    Training(journal)      everything made anew, in a process that has been forked
     .step(n, mark)         one step; mark("...") names what follows
-    .save(path), .load(path)
+    .save(folder), .load(folder)
     .state()               arrays and text that a resumed run must have to the bit
     .lag                   how many finished steps the journal may not have yet
     .warm()                optional: what can be done before the process is forked
+
+JAX and TensorFlow hang in a child of a process that has used them. So there the parent imports, and
+each child begins; NumPy and torch (on a CPU) are forked warm.
 
 Checkpoints are saved as users should: written under another name, then renamed.
 """
@@ -25,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +47,11 @@ class Marks:
         self.memory = mmap.mmap(-1, 4096)
 
     def __call__(self, what):
-        self.memory[256:320] = what.encode().ljust(64)
+        self.memory[256:320] = what.encode().ljust(64, b"\0")
 
     @property
     def what(self):
-        return self.memory[256:320].decode().strip()
+        return self.memory[256:320].decode().strip("\0 ")
 
     def begin(self, step):
         struct.pack_into("d", self.memory, 8 * (step + 1), time.monotonic())
@@ -60,7 +64,7 @@ class Marks:
 
     def seconds(self):
         times = struct.unpack_from(f"{STEPS + 1}d", self.memory, 8)
-        return [b - a for a, b in zip(times, times[1:])]
+        return [b - a for a, b in pairwise(times)]
 
     def clear(self):
         self.memory[:] = bytes(4096)

@@ -142,6 +142,29 @@ def without_a_group_a_rank_leaves_as_with_torch():
 
 
 @story
+def a_rank_leaves_and_all_are_to_stop():
+    """throw_on_early_termination: torch's own error, on every rank; and join() switched off."""
+    model, scaler = DistributedDataParallel(net()), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(batches, **how):
+        with scaler.join(model, **how):
+            for n in range(batches):
+                optimizer.zero_grad()
+                scaler.scale(model(data(n)).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    try:
+        train(1 + rank, throw_on_early_termination=True)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    train(2, enable=False)
+    return {"said": said, "steps": scaler._scales[None].steps}
+
+
+@story
 def a_rank_skips_a_call_inside_join():
     """Rank 2 has left, rank 1 does not step in its second pass: all three say so, at once."""
     model, scaler = DistributedDataParallel(net()), made()

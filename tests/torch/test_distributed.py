@@ -96,6 +96,7 @@ WORLDS = {
         "a_rank_leaves_with_two_optimizers",
         "a_rank_leaves_with_old_moments",
         "a_rank_leaves_ddp_alone",
+        "a_rank_leaves_and_all_are_to_stop",
         "without_a_group_a_rank_leaves_as_with_torch",
     ],
     3: [
@@ -605,6 +606,15 @@ def test_ddp_s_own_join_is_refused_at_the_first_step():
     assert "`with scaler.join(model):`" in both
     assert "wants a DistributedDataParallel, this is Sequential" in bare
     assert agreed(said, "kept") is True
+
+
+def test_a_rank_that_leaves_may_stop_all():
+    said = tell(2, "a_rank_leaves_and_all_are_to_stop")
+    assert [each["said"] for each in said] == [
+        "Rank 0 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    ]
+    assert agreed(said, "steps") == 3  # and go on together
 
 
 def test_a_missing_call_inside_join_is_found_by_all():

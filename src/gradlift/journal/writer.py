@@ -55,6 +55,7 @@ class Sink(Protocol):
 
 class Journal:
     """Writes a run to `path`, one line a step. An existing journal is continued.
+    docs/journal.md says what it does on a full disk, beside another process, after a kill.
 
     `describe` adds facts to the header, before the first line. The sinks in `also` get every
     record too; a sink that fails is dropped with a warning, and training goes on. `fsync` waits
