@@ -200,7 +200,8 @@ class Masters(dict[str, np.ndarray]):
     def write_back(self) -> list[str]:
         """Rounds the masters into the 16-bit weights. One that left their range stays at their
         largest number; returns the names of these."""
-        held, tied = [], {}
+        held: list[str] = []
+        tied: dict[int, np.ndarray] = {}
         for name, master in self.items():
             if name not in self.weights or np.shape(master) != self.weights[name].shape:
                 raise SettingsError(
@@ -298,7 +299,7 @@ class Scaler(LossScaleOwner):
         with np.errstate(invalid="ignore"):
             self._losses.append(float(np.sum(loss, dtype=np.float64)))
 
-    def _taken(self, grads: Grads) -> Grads:
+    def _taken(self, grads: Grads) -> Any:
         """The gradients, read once: what a mapping gives may differ from call to call."""
         try:
             arrays = _arrays(grads)

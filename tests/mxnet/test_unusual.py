@@ -96,9 +96,9 @@ def test_losses_that_are_none_are_refused_in_words():
     trainer = sgd(parameters())
     gl.init_trainer(trainer, "static:8")
     for loss in (1.0, np.ones(1), None, mx.nd.ones(1, dtype="int32")):
-        with pytest.raises(MisuseError, match="wants an array|floating-point loss"):
-            with gl.scale_loss(loss, trainer):
-                pass
+        scaled = gl.scale_loss(loss, trainer)
+        with pytest.raises(MisuseError, match=r"wants an array|floating-point loss"), scaled:
+            pass
 
 
 def test_a_state_loaded_in_the_middle_of_a_window():

@@ -577,7 +577,7 @@ def test_ranks_with_fewer_batches_leave_and_nobody_waits(world, name, batches):
     """The last rank's troubles come when others have left; at the end all are alike again."""
     said = tell(world, name)
     assert [each["inside"] for each in said] == batches
-    rows = [CLEAN, CLEAN, OVERFLOW, CLEAN, DEAD, CLEAN][: max(batches)]
+    rows = [CLEAN, CLEAN, OVERFLOW, CLEAN, BAD_LOSS, CLEAN][: max(batches)]
     assert verdicts(said[-1]["rows"]) == [*rows, CLEAN]
     assert agreed(said, "steps") == max(batches) + 1
     assert agreed(said, "scale") == 128.0

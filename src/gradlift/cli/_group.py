@@ -57,9 +57,6 @@ class _OneLineErrors(click.Group):
         except GradliftError as error:
             click.echo(f"gradlift: {visible(str(error))}", err=True)
             sys.exit(2)
-        except click.ClickException as error:
-            error.message = visible(error.message, keep="\n")
-            raise
 
 
 @click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
