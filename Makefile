@@ -2,6 +2,7 @@
 # make test   set up every framework, then run every test
 # make lint   format, lint, types       make prove   proofs of the rules
 # make kills  kill runs and resume them, a hundred times an adapter
+# make mutants  deliberate faults in a copy, each of which some test must find
 # make bench  measure                   make clean   remove .venv, .venv-mxnet
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
-.PHONY: run test lint prove kills bench docs clean always
+.PHONY: run test lint prove kills mutants bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
@@ -63,6 +64,11 @@ prove: $(VENV)/.test
 kills: export OMP_NUM_THREADS := 1
 kills: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m kills
+
+# Deliberate faults, put into a copy of the tree one by one: some test must fail.
+mutants: export OMP_NUM_THREADS := 1
+mutants: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m mutants -j 2
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py

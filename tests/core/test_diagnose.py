@@ -438,6 +438,12 @@ def test_the_most_serious_comes_first():
     )
     found = diagnose(Run(steps=steps))
     assert [(f.severity, f.kind) for f in found] == [("broken", "floor"), ("hint", "odd-scale")]
+    bad_loss = Step(0, 1024.0, 1024.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
+    found = diagnose(Run(steps=numbered([*clean(100), bad_loss, *skips(20, 1024.0)])))
+    assert [(f.severity, f.kind) for f in found] == [
+        ("broken", "floor"),
+        ("warning", "forward-nan"),  # looked for before
+    ]
 
 
 def test_each_key_is_judged_by_itself():

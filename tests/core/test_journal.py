@@ -452,9 +452,13 @@ def test_the_backlog_is_bounded_and_what_was_dropped_is_counted(limited, monkeyp
     assert journal._lines.size == 3 * size
     file.room = PLENTY
     journal.step(Step(9, 8.0, 8.0))  # what waits comes first, so there is room for this one
+    file.room = 0
+    for i in (10, 11):  # what was written takes no more room
+        journal.step(Step(i, 8.0, 8.0))
+    file.room = PLENTY
     journal.close()
     run = read_journal(journal.path)
-    assert [s.step for s in run.steps] == [0, 1, 2, 3, 9]
+    assert [s.step for s in run.steps] == [0, 1, 2, 3, 9, 10, 11]
     (note,) = run.events
     assert (note.detail["code"], note.detail["dropped"]) == ("lines-dropped", 5)
 

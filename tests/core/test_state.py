@@ -110,6 +110,7 @@ def test_a_scale_beyond_the_bounds_is_brought_inside():
         (saved(growth_interval=True), "growth_interval is True, expected a finite number"),
         (saved(gradlift=3), "'gradlift' entry has an unknown schema: 3"),
         (saved(own_schema=2), "'gradlift' entry has an unknown schema"),
+        (saved(own_schema=True), "'gradlift' entry has an unknown schema"),
         (
             saved(own_rule="headroom"),
             "was saved with the rule 'headroom', this scaler has 'backoff': make the scaler with "

@@ -201,6 +201,11 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path):
     tail.look()
     (lane,) = tail.view.frame(0.0).lanes
     assert (lane.last.step, lane.steps) == (0, 1)
+    longer = tmp_path / "longer.jsonl"
+    record(longer).close()
+    longer.replace(path)
+    assert tail.look()
+    assert tail.view.frame(0.0) == frame(path, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from helpers.numpy import sgd
 
 import gradlift.numpy as gl
-from gradlift import read_journal
+from gradlift import Cause, read_journal
 from gradlift.errors import SettingsError
 
 LONG = np.finfo(np.longdouble).max > np.finfo(np.float64).max
@@ -252,6 +252,10 @@ def test_a_state_loaded_in_the_middle_of_a_window():
     scaler.scale(1.0)
     assert scaler.step(weights, {"w": np.float32([8.0])}, sgd).stepped
     assert weights["w"] == 0.0
+    scaler.scale(math.nan)
+    scaler.load_state_dict(saved)
+    scaler.scale(1.0)
+    assert scaler.step(weights, {"w": np.float32([math.inf])}, sgd).cause is Cause.OVERFLOW
 
 
 def test_parameters_frozen_and_added_in_mid_run():

@@ -87,6 +87,19 @@ def test_two_networks_with_inf_in_one(skip):
     assert before_b != bits(b)
 
 
+def test_the_skip_of_one_of_two_optimizers_is_recorded_whichever_is_first():
+    for bad in (0, 1):
+        nets = net(8, 1), net(8, 1, seed=1)
+        opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in nets]
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+        for i, m in enumerate(nets):
+            scaler.scale(exploding(m) if i == bad else good(m)).backward()
+        for optimizer in opts:
+            scaler.step(optimizer)
+        scaler.update()
+        assert [e.what for e in scaler.events] == ["skip"]
+
+
 def test_one_scale_a_loss():
     g, d = net(8, 1), net(8, 1, seed=1)
     opt_g = torch.optim.SGD(g.parameters(), lr=0.1)
