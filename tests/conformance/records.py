@@ -220,6 +220,17 @@ STORIES = {
         [],
         saved(32.0, 3),
     ),
+    "no gradients after an overflow": Story(
+        RULE,
+        [one(HUGE), one({}), one(UNIT)],
+        [
+            skipped(16, 8, Cause.OVERFLOW, "a"),
+            skipped(8, 8, Cause.NO_GRADIENTS, nonfinite=False),
+            applied(8, 8, 4),
+        ],
+        [event(0, "skip", "OVERFLOW", 16, 8, "a (inf)")],
+        saved(8.0, 3, 1, clean=1),
+    ),
     "a static scale": Story(
         "static:16",
         [one(HUGE), one(UNIT)],

@@ -18,7 +18,7 @@ CORE = (
         "return ns.where(reading.checked, cause, int(Cause.NO_GRADIENTS))",
         "return cause",
         "a step without gradients is not applied",
-        "test_loss_scale.py test_verdict.py",
+        "test_loss_scale.py::test_a_story",
     ),
     Mutant(
         "core/decision.py",
@@ -124,7 +124,7 @@ CORE = (
         "reading.norm if reading.checked and not reading.nonfinite else math.nan",
         "reading.norm",
         "a step that was not sound has no norm",
-        "test_loss_scale.py",
+        "test_loss_scale.py::test_a_story",
     ),
     Mutant(
         "core/result.py",
@@ -154,7 +154,7 @@ CORE = (
         "self.skipped_steps += self.result.skipped",
         "self.skipped_steps += not self.result.stepped",
         "a step without gradients is not counted as skipped",
-        "test_loss_scale.py test_one_meaning.py",
+        "test_loss_scale.py::test_a_story",
     ),
     Mutant(
         "core/loss_scale.py",
@@ -225,7 +225,7 @@ CORE = (
         "if self.gone or self.waiting or not self._put(line):",
         "if self.gone or not self._put(line):",
         "a line never overtakes those that wait",
-        "test_journal.py test_journal_faults.py",
+        "test_journal.py::test_closing_writes_what_waits",
     ),
     Mutant(
         "journal/writer.py",
@@ -239,7 +239,7 @@ CORE = (
         "self.size -= len(self.waiting.popleft())",
         "self.waiting.popleft()",
         "room for lines is free again once they were written",
-        "test_journal.py test_journal_faults.py",
+        "test_journal.py::test_the_backlog_is_bounded_and_what_was_dropped_is_counted",
     ),
     Mutant(
         "journal/writer.py",
@@ -260,7 +260,7 @@ CORE = (
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "a second process is refused",
-        "test_journal.py::test_two_processes_do_not_mix_their_lines test_journal_faults.py",
+        "test_journal.py::test_two_processes_do_not_mix_their_lines",
     ),
     Mutant(
         "journal/writer.py",
@@ -288,7 +288,7 @@ CORE = (
         "        except (ValueError, RecursionError):\n            pass\n",
         "        except ValueError:\n            pass\n",
         "a line that is nested too deeply costs that line only",
-        "test_hostile_journals.py",
+        "test_hostile_journals.py::test_a_slice_of_all_damaged_journals",
     ),
     Mutant(
         "journal/reader.py",
@@ -302,7 +302,7 @@ CORE = (
         "if run.header:  # the journal was continued by a later process",
         "if False:",
         "a resumed run is known as one",
-        "test_journal.py test_report.py::test_a_resumed_run_is_cut_where_it_starts_again",
+        "test_journal.py::test_continued_after_a_cut",
     ),
     Mutant(
         "journal/reader.py",
@@ -316,7 +316,7 @@ CORE = (
         "if type(value) is int and 0 <= value < _LARGEST:\n        return value",
         "if type(value) is int and 0 <= value:\n        return value",
         "a count beyond 2^63 is damage",
-        "test_journal.py::test_numbers_too_large_are_damage test_hostile_journals.py",
+        "test_hostile_journals.py::test_a_damaged_sample_is_left_out",
     ),
     Mutant(
         "journal/validation.py",

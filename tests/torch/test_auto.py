@@ -12,7 +12,7 @@ from gradlift import Cause, Verdict
 from gradlift.errors import MisuseError
 from gradlift.rules import Headroom, parse
 from gradlift.torch import GradScaler, probe
-from gradlift.torch.scaler.graph import never_half
+from gradlift.torch.scaler.graph import FullPrecision, never_half
 
 
 def make(seed=0, out=4):
@@ -321,6 +321,16 @@ def test_without_any_float16_all_gradients_count():
     scaler.clip_grad_norm_(torch.optim.SGD(model.parameters(), lr=0.1), 1e9)
     window = next(iter(scaler._scales[None].windows.values()))
     assert window.reading.amax == max(p.grad.abs().max().item() for p in model.parameters())
+
+
+def test_one_use_in_float16_is_enough_to_count():
+    norm, linear = nn.LayerNorm(2, bias=False), nn.Linear(2, 2, bias=False)
+    params, full = [norm.weight, linear.weight], FullPrecision()
+    with torch.autocast("cpu", torch.float16):
+        full.learn(linear(norm(torch.ones(1, 2))).float().sum())
+        assert full.positions(params) == {0}
+        full.learn((linear(norm(torch.ones(1, 2))) @ norm.weight.view(2, 1)).float().sum())
+    assert full.positions(params) == set()
 
 
 def test_what_a_custom_function_hides_may_be_float16():

@@ -293,6 +293,17 @@ def test_stochastic_rounding_takes_a_neighbour_and_repeats_with_its_seed():
     assert not torch.equal(run(1), run(2))
 
 
+def test_stochastic_rounding_draws_anew_in_every_step():
+    """An eighth of a bit in each of 32 steps: all weights get ahead, and not one in eight."""
+    w = torch.nn.Parameter(torch.ones(4096, dtype=BF16))
+    optimizer = MasterWeights(torch.optim.SGD, [w], lr=2.0**-10, update="stochastic", seed=1)
+    for _ in range(32):
+        w.grad = -torch.ones_like(w)
+        optimizer.step()
+    assert (w > 1).float().mean() > 0.95  # 1 - (7/8)^32 = 0.986
+    assert float(w.detach().float().mean()) == pytest.approx(1 + 2.0**-5, rel=2.0**-10)
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_lbfgs_searches_with_masters(dtype):
     ours = [torch.nn.Parameter(torch.tensor([1.0, -2.0]).to(dtype))]
