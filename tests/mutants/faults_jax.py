@@ -8,8 +8,8 @@ JAX = (
     # the look
     Mutant(
         "jax/finite_checking.py",
-        "    large = ~(squares * blown * blown < jnp.inf)\n\n    def again",
-        "    large = squares * blown * blown == jnp.inf\n\n    def again",
+        "return jnp.isinf(squares).astype(jnp.int8) + 2 * jnp.isnan(squares).astype(jnp.int8)",
+        "return jnp.isinf(squares).astype(jnp.int8)",
         "NaN is found",
         "test_checking.py::test_no_bad_element_is_overlooked",
     ),
@@ -68,7 +68,8 @@ JAX = (
         "jnp.promote_types(g.dtype, jnp.float32)) * factor",
         "g.dtype) * factor.astype(g.dtype)",
         "gradients are unscaled in float32",
-        "test_conformance.py::test_scaling_saves_what_float16_loses",
+        "test_masters.py::test_masters "
+        "test_unusual.py::test_leaves_of_every_make_beside_a_float32_one",
     ),
     Mutant(
         "jax/scaler.py",
@@ -150,7 +151,7 @@ KERAS_TENSORFLOW = (
         "odd = ~tf.math.is_finite(squares * blown * blown) |",
         "odd = (squares * blown * blown >= float('inf')) |",
         "NaN is found",
-        "test_skipping.py test_conformance.py::test_nan_gradients_are_an_overflow",
+        "test_skipping.py::test_skips_leave_no_trace",
     ),
     Mutant(
         "keras/backends/tensorflow.py",

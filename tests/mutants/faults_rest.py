@@ -81,10 +81,10 @@ OBSERVE = (
     ),
     Mutant(
         "observe/torch_hooks.py",
-        'if any(k.__module__.split(".")[0] == "gradlift" for k in kind.__mro__):',
-        "if False:",
-        "a step of gradlift's own scaler is recorded once",
-        "test_session.py::test_gradlifts_own_scaler_is_recorded_beside_its_own_journal",
+        "if line is None or name in line.within:",
+        "if line is None:",
+        "a step of a scaler that calls its parent is recorded once",
+        "test_hooks.py::test_a_scaler_of_ones_own_that_calls_its_parent",
     ),
     Mutant(
         "observe/torch_lines.py",

@@ -163,17 +163,26 @@ def test_a_scaler_of_ones_own_that_calls_its_parent(record):
     with record() as session:
 
         class Scaler(torch.amp.GradScaler):
+            def scale(self, outputs):
+                return super().scale(outputs)
+
             def step(self, optimizer, *args, **kwargs):
                 return super().step(optimizer, *args, **kwargs)
 
         model = net(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        start = copy.deepcopy(model.state_dict())
         train(model, optimizer, Scaler("cpu"))
         scaler = Scaler("cpu")
         scaler.scale(outputs=model(torch.ones(1, 4)).mean()).backward()
         scaler.step(optimizer=optimizer)
         scaler.update()
-    assert [s.key for s in session.run.steps] == ["", "", "", "scaler 2"]
+        model.load_state_dict(start)
+        train(model, optimizer, torch.amp.GradScaler("cpu"))
+    assert [s.key for s in session.run.steps] == ["", "", "", "scaler 2", *["scaler 3"] * 3]
+    own, torchs = session.run.steps[:3], session.run.steps[4:]
+    for name in ("loss", "norm", "amax"):
+        assert [getattr(s, name) for s in own] == [getattr(s, name) for s in torchs]
     assert recorder.depth == 0
 
 

@@ -902,6 +902,9 @@ def test_only_the_first_block_that_overflowed_is_named():
     assert known["b"].state.scale < before["b"].scale
     assert known["a"].state == before["a"]
     assert known["c"].state.scale == before["c"].scale
+    # Of two the first, also where what arrived at the second was finite.
+    learn(rule, known, {**seen, "a": BlockPeaks(math.inf, 4.0)}, 1.0, True)
+    assert known["a"].state == before["a"]
     # Nothing inside grew: too much arrived, and how much is known.
     rule, known = levels(b=2.0**20)
     learn(rule, known, {"b": BlockPeaks(math.inf, 2.0**3)}, 1.0, True)

@@ -314,8 +314,10 @@ def step(scaler, optimizer, loss):
     scaler.update()
 
 
-def test_another_scalers_pass_through_the_model_is_not_taken_for_its_own():
-    """A GAN: the generator's loss goes through the discriminator, at the generator's scale."""
+@pytest.mark.parametrize("together", [False, True])
+def test_another_scalers_pass_through_the_model_is_not_taken_for_its_own(together):
+    """A GAN: the generator's loss goes through the discriminator, at the generator's scale; the
+    two are stepped in turns, or together at the end."""
     scales = {}
     for looks in (False, True):
         torch.manual_seed(0)
@@ -326,8 +328,19 @@ def test_another_scalers_pass_through_the_model_is_not_taken_for_its_own():
         sg, sd = GradScaler("cpu", init_scale=2.0**19), GradScaler("cpu", rule="auto")
         for i in range(120):
             z = torch.randn(16, 4, generator=torch.Generator().manual_seed(i))
-            step(sg, og, half_loss(nn.Sequential(G, D), z))
-            step(sd, od, half_loss(D, G(z).detach(), 2.0 ** -(i % 4)))
+            generated = lambda: half_loss(nn.Sequential(G, D), z)
+            judged = lambda: half_loss(D, G(z).detach(), 2.0 ** -(i % 4))
+            if not together:
+                step(sg, og, generated())
+                step(sd, od, judged())
+                continue
+            og.zero_grad()
+            sg.scale(generated()).backward()
+            od.zero_grad()
+            sd.scale(judged()).backward()
+            for scaler, optimizer in ((sg, og), (sd, od)):
+                scaler.step(optimizer)
+                scaler.update()
         scales[looks] = sd.get_scale()
     assert scales[True] >= scales[False] / 4
 
