@@ -78,3 +78,13 @@ def test_a_float16_loss_tells_the_scale_that_comes_next():
     for _ in range(3):
         *_, scaler, result = gl.value_and_grad(loss_fn)(scaler, jnp.ones(2))
         assert float(result.scale) == float(result.next_scale) == float(scaler.state.scale) == 2**15
+
+
+def test_gradients_of_16_bit_parameters_are_unscaled_in_float32():
+    """What float16 holds only scaled is there without the scale."""
+    _, grads, _, result = gl.value_and_grad(lambda w: w.astype(jnp.float32).sum() * 2.0**-30)(
+        gl.Scaler("static:2^24"), jnp.ones(2, jnp.float16)
+    )
+    assert grads.dtype == jnp.float32
+    assert grads.tolist() == [2.0**-30] * 2
+    assert float(result.grad_norm) == pytest.approx(2.0**-29.5, rel=1e-6, abs=0)
