@@ -1,7 +1,8 @@
 # make run    set up what is needed, then show the main job
 # make test   set up every framework, then run every test
 # make lint   format, lint, types       make prove   proofs of the rules
-# make bench  measure                   make clean   remove .venv, .venv-mxnet
+# make bench  measure                   make fuzz    random scripts over all adapters
+# make clean  remove .venv, .venv-mxnet
 
 PYTHON ?= python3
 VENV   := .venv
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
-.PHONY: run test lint prove bench docs clean always
+.PHONY: run test lint prove fuzz bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
@@ -57,6 +58,13 @@ lint: $(VENV)/.test
 # What the rules promise, proved by z3 from their own source; faulty rules must be refuted.
 prove: $(VENV)/.test
 	@$(BIN)/python -m proofs.prove --mutants
+
+# Whatever a user may do, in any order, on every adapter (MXNet if its environment is there):
+# hours on one core. STEPS=20000 for a short one.
+STEPS ?= 1000000
+SEED ?= 0
+fuzz: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m machines.fuzz --steps $(STEPS) --seed $(SEED)
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py
@@ -96,7 +104,7 @@ $(VENV)/.test: $(VENV)/.run
 $(MXNET)/.test: pyproject.toml constraints-mxnet.txt
 	@test -x $(MXNET)/bin/python || $(PYTHON) -m venv $(MXNET)
 	@echo "Setting up $(MXNET) ..."
-	@$(MXNET_PIP) hatchling editables pytest
+	@$(MXNET_PIP) hatchling editables pytest hypothesis
 	@$(MXNET_PIP) --no-build-isolation -e ".[mxnet]"
 	@touch $@
 
