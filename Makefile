@@ -2,6 +2,7 @@
 # make test   set up every framework, then run every test
 # make lint   format, lint, types       make prove   proofs of the rules
 # make kills  kill runs and resume them, a hundred times an adapter
+# make fuzz   random scripts over all adapters
 # make mutants  deliberate faults in a copy, each of which some test must find
 # make bench  measure                   make clean   remove .venv, .venv-mxnet
 
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS ?= 2
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
 
-.PHONY: run test lint prove kills mutants bench docs clean always
+.PHONY: run test lint prove kills fuzz mutants bench docs clean always
 
 run: $(VENV)/.run
 	@$(BIN)/gradlift run examples/torch_gpt.py
@@ -70,6 +71,13 @@ mutants: export OMP_NUM_THREADS := 1
 mutants: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m mutants -j 2
 
+# Whatever a user may do, in any order, on every adapter (MXNet if its environment is there):
+# hours on one core. STEPS=20000 for a short one.
+STEPS ?= 1000000
+SEED ?= 0
+fuzz: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m machines.fuzz --steps $(STEPS) --seed $(SEED)
+
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py
 	@$(BIN)/python benchmarks/controllers.py
@@ -108,7 +116,7 @@ $(VENV)/.test: $(VENV)/.run
 $(MXNET)/.test: pyproject.toml constraints-mxnet.txt
 	@test -x $(MXNET)/bin/python || $(PYTHON) -m venv $(MXNET)
 	@echo "Setting up $(MXNET) ..."
-	@$(MXNET_PIP) hatchling editables pytest
+	@$(MXNET_PIP) hatchling editables pytest hypothesis
 	@$(MXNET_PIP) --no-build-isolation -e ".[mxnet]"
 	@touch $@
 

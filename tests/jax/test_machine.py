@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import settings
-from machines.machine import LIMITS, Whole, machine_for
+from machines.machine import LIMITS, Whole, any_order, machine_for
 from test_conformance import SGD, Eager, Explicit, Wrapped
 
 import gradlift.jax as gl
@@ -101,12 +100,4 @@ EXAMPLES = {"Jitted": 20, "Unjitted": 5, "Wrap": 20}
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
 def test_any_order(machine):
-    test = machine.TestCase()
-    test.settings = settings(
-        max_examples=EXAMPLES[machine.Driver.__name__],
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    test.runTest()
+    any_order(machine, EXAMPLES[machine.Driver.__name__])

@@ -3,9 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import settings
 from keras import ops
-from machines.machine import BACKOFF, LIMITS, Whole, machine_for
+from machines.machine import BACKOFF, LIMITS, Whole, any_order, machine_for
 from test_conformance import Function, Stateful, Stateless
 
 BACKEND = keras.backend.backend()
@@ -69,12 +68,4 @@ EXAMPLES = {"Apply": 15, "Graph": 3, "Jitted": 3}
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
 def test_any_order(machine):
-    test = machine.TestCase()
-    test.settings = settings(
-        max_examples=EXAMPLES[machine.Driver.__name__],
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    test.runTest()
+    any_order(machine, EXAMPLES[machine.Driver.__name__])

@@ -23,12 +23,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from gradlift import Cause, Verdict, read_journal
@@ -136,8 +138,10 @@ def action(**given):
         @functools.wraps(do)
         def done(self, **arguments):
             self.count("action", do.__name__)
+            self.sound = False  # until the promises hold again
             do(self, **arguments)
             self.promises()
+            self.sound = True
 
         return rule(**given)(done)
 
@@ -148,6 +152,7 @@ class Machine(RuleBasedStateMachine):
     """What every adapter has: batches, a step, and the promises."""
 
     Driver = driver = model = None
+    sound = True
 
     def start(self, rule, limits, journal, to_none):
         """A new run."""
@@ -301,7 +306,8 @@ class Machine(RuleBasedStateMachine):
             return
         try:
             self.driver.close()
-            self.check_journal()
+            if self.sound:  # else another error is on its way
+                self.check_journal()
         finally:
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -358,14 +364,40 @@ def can_edit(self):
     return self.model.reading is not None and self.model.outcome is None and self.model.held
 
 
+EDITS = st.sampled_from([0.5, -0.25, 0.0, inf, nan])
+
+
 class Edit(Machine):
     @precondition(can_edit)
-    @action(place=PLACES, value=st.sampled_from([0.5, -0.25, 0.0, inf, nan]))
+    @action(place=PLACES, value=EDITS)
     def edit(self, place, value):
         name, index = place
         if name in self.model.held:
             self.model.edit(name, index, value)
             self.driver.edit(name, index, value)
+
+    @precondition(lambda self: is_fresh(self) and not self.model.stale)
+    @action(
+        batches=st.lists(st.fixed_dictionaries(BATCH), min_size=1, max_size=2),
+        drop_bad=st.booleans(),
+        edits=st.lists(st.tuples(PLACES, EDITS), max_size=3),
+    )
+    def edited_window(self, batches, drop_bad, edits):
+        """Micro-batches, unscale_, edits, step, update: seldom found one by one."""
+        if drop_bad and "accumulate" in self.Driver.CAN:
+            self.drop_bad(batches)
+        else:
+            for each in batches:
+                self.one_batch(**each)
+        self.model.unscale()
+        self.driver.unscale_()
+        for (name, index), value in edits:
+            if name in self.model.held:
+                self.model.edit(name, index, value)
+                self.driver.edit(name, index, value)
+        self.judged(self.model.step, self.driver.step)
+        if self.model.reading is not None:
+            self.one_update()
 
 
 class ClipByHand(Machine):
@@ -396,6 +428,9 @@ class Accumulate(Machine):
     @precondition(is_fresh)
     @action(batches=st.lists(st.fixed_dictionaries(BATCH), min_size=1, max_size=3))
     def accumulate_drop_bad(self, batches):
+        self.drop_bad(batches)
+
+    def drop_bad(self, batches):
         made = [
             (b["loss"], gradients(b["grads"], b["times"], b["spoil"], self.names)) for b in batches
         ]
@@ -505,7 +540,9 @@ class Misuse(Machine):
     @action()
     def a_batch_too_late(self):
         """scale() after unscale_(): the window is given up."""
-        self.driver.batch(1.0, gradients("unit", 1.0, None, self.names))
+        made = gradients("unit", 1.0, None, self.names)
+        self.model.batch(1.0, made)
+        self.driver.batch(1.0, made)
         self.refused("a batch after unscale_", MisuseError, self.driver.step)
         self.driver.update()
         self.driver.zero_grad()
@@ -549,3 +586,15 @@ def machine_for(Driver):
     name = f"{Driver.__name__}Machine"
     actions = (*(ACTIONS[a] for a in sorted(Driver.CAN)), Machine)
     return type(name, actions, {"Driver": Driver, "start": start, "__module__": Driver.__module__})
+
+
+def any_order(machine, examples):
+    """A seeded slice of its scripts: the same ones each time."""
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+    )
+    run_state_machine_as_test(machine, settings=chosen)

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from machines.machine import BACKOFF, LIMITS, Whole, machine_for
+from machines.machine import BACKOFF, LIMITS, Whole, any_order, machine_for
 from mxnet import nd
 from test_conformance import OneDevice, TwoDevices, Unscaled
 
@@ -58,12 +57,4 @@ MACHINES = [machine_for(Driver) for Driver in (One, AfterUnscale, Two)]
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
 def test_any_order(machine):
-    test = machine.TestCase()
-    test.settings = settings(
-        max_examples=15,
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    test.runTest()
+    any_order(machine, 25)

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 from conformance.reference import NumpyDriver
-from hypothesis import settings
-from machines.machine import EVERY_RULE, LIMITS, Whole, machine_for
+from machines.machine import EVERY_RULE, LIMITS, Whole, any_order, machine_for
 
 
 class Numpy(Whole, NumpyDriver):
@@ -39,10 +38,8 @@ class Numpy(Whole, NumpyDriver):
         self.close()
 
 
-NumpyMachine = machine_for(Numpy)
-MACHINES = [NumpyMachine]
+MACHINES = [machine_for(Numpy)]
 
-TestNumpy = NumpyMachine.TestCase
-TestNumpy.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
-)
+
+def test_any_order():
+    any_order(MACHINES[0], 100)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.torch import bits
-from hypothesis import settings
-from machines.machine import ACTIONS, EVERY_RULE, LIMITS, SIZES, START, machine_for
+from machines.machine import ACTIONS, EVERY_RULE, LIMITS, SIZES, START, any_order, machine_for
 
 from gradlift import Journal
 from gradlift.torch import GradScaler, MasterWeights
@@ -273,17 +272,8 @@ DRIVERS = [
     *(Masters, DeviceMasters, AdamMasters),
 ]
 MACHINES = [machine_for(Driver) for Driver in DRIVERS]
-SLICE = settings(
-    max_examples=25,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    report_multiple_bugs=False,
-)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.__name__)
 def test_any_order(machine):
-    test = machine.TestCase()
-    test.settings = SLICE
-    test.runTest()
+    any_order(machine, 20)

@@ -2,8 +2,7 @@
 
 import numpy as np
 from conformance.suite import START
-from hypothesis import settings
-from machines.machine import BACKOFF, Whole, machine_for
+from machines.machine import BACKOFF, Whole, any_order, machine_for
 from test_conformance_apex import ApexDriver
 
 
@@ -22,13 +21,8 @@ class Apex(Whole, ApexDriver):
         return {n: w.tobytes() for n, w in self.weights().items()}
 
 
-ApexMachine = machine_for(Apex)
-MACHINES = [ApexMachine]
-TestApex = ApexMachine.TestCase
-TestApex.settings = settings(
-    max_examples=25,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    report_multiple_bugs=False,
-)
+MACHINES = [machine_for(Apex)]
+
+
+def test_any_order():
+    any_order(MACHINES[0], 25)

@@ -1716,3 +1716,19 @@ def test_weights_to_refresh_from_are_finite():
     with pytest.raises(StateError, match=r"of which one is nan at \[1\]"):
         optimizer.refresh([torch.tensor([1.0, math.nan])])
     assert not w.any()
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_a_step_without_gradients_after_a_weight_left_its_range(device_path):
+    """What the step before has left in the optimizer is not this one's cause."""
+    w = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1.0, names={"w": w})
+    scaler._force_device_path = device_path
+    causes = []
+    for g in (-49152.0, -49152.0, None):
+        w.grad = None if g is None else torch.full_like(w, g)
+        scaler.step(optimizer)
+        scaler.update()
+        causes.append(scaler.result.cause)
+    assert causes == [Cause.NONE, Cause.WEIGHT_RANGE, Cause.NO_GRADIENTS]

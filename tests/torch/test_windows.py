@@ -241,6 +241,20 @@ def test_drop_bad_knows_whose_loss_it_was(device_path, where):
 
 
 @both_paths
+@pytest.mark.parametrize("fused", [False, True])
+def test_drop_bad_with_nothing_left_but_zeros(device_path, fused):
+    """Every loss was NaN, and `zero_grad(set_to_none=False)` left zeros."""
+    w, optimizer, scaler = made(device_path, fused, init_scale=4.0)
+    w.grad = torch.zeros_like(w)
+    with scaler.accumulate(drop_bad=True):
+        scaler.scale((w * math.nan).sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.result.cause is Cause.LOSS_NONFINITE
+    scaler.update()
+    assert (w.item(), scaler.get_scale(), scaler.skipped_steps) == (0.0, 4.0, 1)
+
+
+@both_paths
 def test_two_losses_without_any_gradient(device_path):
     w, optimizer, scaler = made(device_path)
     for loss in (1.0, math.nan):

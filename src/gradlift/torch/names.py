@@ -59,7 +59,8 @@ def name_apart(params: list[Tensor], names: dict[int, str], taken: dict[str, int
 
     `taken` remembers which parameter has which name.
     """
-    names.update({**found(), **names})
+    if not all(id(p) in names for p in params):
+        names.update({**found(), **names})
     for i, p in enumerate(params):
         name = names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}")
         again, n = name, 1

@@ -509,7 +509,8 @@ class Scale:
         if isinstance(window.coefficient, Tensor):
             grad_scale = grad_scale / window.coefficient
         bad = namespace(torch).or_(reading.nonfinite, reading.loss_nonfinite)
-        return window.source.step(grad_scale, bad.float(), *args, **kwargs)
+        bad = torch.as_tensor(bad, dtype=scale.dtype, device=scale.device)  # or a plain True
+        return window.source.step(grad_scale, bad, *args, **kwargs)
 
     def _apply(self, window: Window, args: Any, kwargs: Any) -> Any:
         """One factor, 1/scale x clip coefficient: folded into the optimizer where it can take it,

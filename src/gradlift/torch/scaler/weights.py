@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ...core import Finished, weights_held, weights_nonfinite
+from ...core import Cause, Finished, weights_held, weights_nonfinite
 from ..gradient_source import GradientSource
 from ..names import name_of, nonfinite_weights
 from .window import APPLIED
@@ -18,6 +18,8 @@ def about_weights(finished: Finished, source: GradientSource, names: dict[int, s
 
     Reads all weights: not called while all is well.
     """
+    if finished.cause is Cause.NO_GRADIENTS:  # what the step before has left in the optimizer
+        return finished
     if finished.cause in APPLIED:
         held = source.at_limit()  # on a device one step later: they may have come back since
         said = [name_of(p, names) for p in held] or ["a parameter"]
