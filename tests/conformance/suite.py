@@ -93,6 +93,7 @@ def test_a_non_finite_loss_keeps_the_scale(Driver, loss):
         assert (stepped, cause, scale) == (False, Cause.LOSS_NONFINITE, 16.0)
         assert same(params, minus(START, UNIT))
     assert driver.step(1.0, UNIT)[2] == 32.0
+    assert driver.step(1.0, HUGE)[1:3] == (Cause.OVERFLOW, 16.0)  # a loss is that of one step
 
 
 def test_a_step_without_gradients_counts_as_neither(Driver):

@@ -44,6 +44,15 @@ def test_gradients_of_every_dtype(kind):
     assert not ops.convert_to_numpy(held.value).any()
 
 
+def test_a_float16_gradient_is_unscaled_in_float32():
+    """What float16 holds only scaled is there without the scale."""
+    optimizer, held = by_hand("static:2^24")
+    held.assign(np.zeros(3, np.float32))
+    optimizer.scale_loss(np.float32(1))
+    optimizer.apply([array([2.0**-6] * 3, "float16")], [held])
+    assert ops.convert_to_numpy(held.value).tolist() == [-(2.0**-30)] * 3
+
+
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 without x64")
 def test_a_float64_gradient_that_leaves_float32_is_skipped():
     optimizer, held = by_hand()
@@ -147,6 +156,9 @@ def test_a_state_loaded_in_the_middle_of_a_window():
     result = step(optimizer, [held], [1.0] * 3)
     assert (result.stepped, result.scale) == (True, 8.0)
     assert not ops.convert_to_numpy(held.value).any()
+    optimizer.scale_loss(np.float32(NAN))
+    optimizer.load_state_dict(saved)
+    assert step(optimizer, [held], [INF] * 3).cause is Cause.OVERFLOW
 
 
 def test_a_step_that_raises_can_be_taken_again(monkeypatch):

@@ -156,12 +156,12 @@ def undisturbed(training_class, folder, marks):
 
 
 def story(folder):
-    """What a run came to: the bits at its end, its steps (of two lines of one step, the later one)
-    without the time they took, and how many lines were damaged."""
-    run, damaged = read(folder)
+    """What a run came to: the bits at its end, and its steps (of two lines of one step, the later
+    one) without the time they took."""
+    run, _ = read(folder)
     steps = {s.step: s._replace(seconds=0.0) for s in run.steps}
     state = json.loads((folder / "end.json").read_text())
-    return {"state": state, "steps": [repr(steps[n]) for n in sorted(steps)]}, damaged
+    return {"state": state, "steps": [repr(steps[n]) for n in sorted(steps)]}
 
 
 def read(folder):
@@ -202,7 +202,7 @@ def survive(training_class, kills, seed=0):
     getattr(training_class, "warm", bool)()
     fell, different, unreadable, runs = Counter(), [], [], 0
     with tempfile.TemporaryDirectory(prefix="gradlift-kills-") as home:
-        expected, _ = undisturbed(training_class, _made(home, "undisturbed"), marks)
+        expected = undisturbed(training_class, _made(home, "undisturbed"), marks)
         seconds = marks.seconds()
         assert len(expected["steps"]) == STEPS, "the journal of an undisturbed run is not complete"
         while fell.total() < kills:
@@ -221,14 +221,25 @@ def survive(training_class, kills, seed=0):
                     unreadable.append(f"run {runs}, killed in {here}: {wrong}")
             if here:
                 try:
-                    told, _ = undisturbed(training_class, folder, marks)
+                    before, finished = headers(folder), (folder / f"step-{STEPS:03}").exists()
+                    told = undisturbed(training_class, folder, marks)
                     wrong = [name for name in told if told[name] != expected[name]]
+                    if headers(folder) != before + (not finished):
+                        wrong.append("the header of its last life")
                 except Exception as error:
                     wrong = repr(error)
                 if wrong:
                     different.append(f"run {runs}, killed in {here}: {wrong}")
             shutil.rmtree(folder)
     return {"runs": runs, "fell": dict(fell), "different": different, "unreadable": unreadable}
+
+
+def headers(folder):
+    """How many lives have begun to write the journal: each begins with a header of its own."""
+    if not (folder / "run.jsonl").exists():
+        return 0
+    run, _ = read(folder)
+    return bool(run.header) + sum(e.what == "resume" for e in run.events)
 
 
 def not_readable(folder, done, kills):
