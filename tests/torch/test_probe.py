@@ -328,19 +328,18 @@ def test_another_scalers_pass_through_the_model_is_not_taken_for_its_own(togethe
         sg, sd = GradScaler("cpu", init_scale=2.0**19), GradScaler("cpu", rule="auto")
         for i in range(120):
             z = torch.randn(16, 4, generator=torch.Generator().manual_seed(i))
-            generated = lambda: half_loss(nn.Sequential(G, D), z)
-            judged = lambda: half_loss(D, G(z).detach(), 2.0 ** -(i % 4))
-            if not together:
-                step(sg, og, generated())
-                step(sd, od, judged())
-                continue
-            og.zero_grad()
-            sg.scale(generated()).backward()
-            od.zero_grad()
-            sd.scale(judged()).backward()
-            for scaler, optimizer in ((sg, og), (sd, od)):
-                scaler.step(optimizer)
-                scaler.update()
+            waiting = []
+            for scaler, optimizer, model, x, times in (
+                (sg, og, nn.Sequential(G, D), z, 1.0),
+                (sd, od, D, G(z).detach(), 2.0 ** -(i % 4)),
+            ):
+                optimizer.zero_grad()
+                scaler.scale(half_loss(model, x, times)).backward()
+                waiting.append((scaler, optimizer))
+                while waiting and (scaler is sd or not together):
+                    each, its = waiting.pop(0)
+                    each.step(its)
+                    each.update()
         scales[looks] = sd.get_scale()
     assert scales[True] >= scales[False] / 4
 
