@@ -7,7 +7,7 @@ from torch import nn
 
 torch.manual_seed(88)
 
-WARMUP, TOTAL, PEAK = 10, 200, 0.05
+WARMUP, TOTAL, PEAK = 10, 200, 0.3
 
 
 def factor(step):

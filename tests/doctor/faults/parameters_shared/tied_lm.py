@@ -31,8 +31,8 @@ def corpus(vocab, length):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--vocab", type=int, default=40)
-    parser.add_argument("--embed-lr", type=float, default=0.2)
-    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--embed-lr", type=float, default=0.75)
+    parser.add_argument("--lr", type=float, default=0.75)
     cfg, _ = parser.parse_known_args()
 
     torch.manual_seed(99)
