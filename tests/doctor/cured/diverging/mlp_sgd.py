@@ -6,17 +6,17 @@ import torch
 from torch import nn
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--lr", type=float, default=0.02)
+parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--hidden", type=int, default=128)
-parser.add_argument("--iters", type=int, default=200)
+parser.add_argument("--iters", type=int, default=300)
 opt, _ = parser.parse_known_args()
 
 torch.manual_seed(73)
 net = nn.Sequential(
     nn.Linear(3, opt.hidden),
-    nn.Softplus(),
+    nn.LeakyReLU(),
     nn.Linear(opt.hidden, opt.hidden),
-    nn.Softplus(),
+    nn.LeakyReLU(),
     nn.Linear(opt.hidden, 1),
 )
 sgd = torch.optim.SGD(net.parameters(), lr=opt.lr)

@@ -1,4 +1,4 @@
-"""Estimate insurance claims in dollars from policy data; the claims reach six figures."""
+"""Estimate insurance claims (in dollars) from policy data."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Hourly building load (kW) from weather and calendar, root mean square error by hand."""
+"""Hourly building load (kW) from weather and calendar."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Two-tower recommender: sparse embeddings and dense layers have their own optimizers."""
+"""Two-tower recommender: tables and dense layers have their own optimizers."""
 
 import torch
 from torch import nn
@@ -9,8 +9,8 @@ USERS, ITEMS, DIM = 200, 120, 24
 class Towers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.users = nn.Embedding(USERS, DIM, sparse=False)
-        self.items = nn.Embedding(ITEMS, DIM, sparse=False)
+        self.users = nn.Embedding(USERS, DIM)
+        self.items = nn.Embedding(ITEMS, DIM)
         self.user_mlp = nn.Sequential(nn.Linear(DIM, 48), nn.ReLU(), nn.Linear(48, DIM))
         self.item_mlp = nn.Sequential(nn.Linear(DIM, 48), nn.ReLU(), nn.Linear(48, DIM))
 

@@ -1,4 +1,4 @@
-"""Tell two kinds of particle shower apart in a calorimeter image, model in half precision."""
+"""Tell two kinds of particle shower apart in a calorimeter image."""
 
 import torch
 import torch.nn.functional as F

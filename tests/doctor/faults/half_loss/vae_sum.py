@@ -31,9 +31,9 @@ def spectra(n):
 
 def bound(output, x, mean, logvar):
     squared = ((output - x.to(output.dtype)) ** 2).sum()
-    recon = 0.5 * CHANNELS * torch.log(squared / x.numel() + 1e-4)
+    recon = 0.5 * torch.log(squared / x.numel() + 1e-4)
     kl = -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum(1).mean()
-    return recon + kl
+    return recon + kl / CHANNELS
 
 
 model = SpectrumVAE()

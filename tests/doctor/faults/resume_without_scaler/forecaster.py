@@ -1,4 +1,4 @@
-"""Forecast a load curve with a 1-D convolution; pretrain, save, then go on with new data."""
+"""Forecast a load curve with a 1-D convolution; two phases with new data in the second."""
 
 import io
 import math
@@ -28,7 +28,7 @@ class Session:
     def run(self, steps, phase):
         for _ in range(steps):
             t = 200 * torch.rand(48, 1) + torch.arange(33.0)
-            load = 40 * torch.sin(2 * math.pi * t / 24 + phase) + torch.randn_like(t)
+            load = 10 * torch.sin(2 * math.pi * t / 24 + phase) + torch.randn_like(t)
             with torch.autocast("cpu", dtype=torch.float16):
                 pred = self.model(load[:, :32])
             loss = (pred.float() - load[:, 32]).square().sum()

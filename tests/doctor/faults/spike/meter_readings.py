@@ -1,4 +1,4 @@
-"""Predict meter readings from weather; the readings are taken as they come from the database."""
+"""Predict meter readings from six weather variables."""
 
 import torch
 from torch import nn

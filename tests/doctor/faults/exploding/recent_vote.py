@@ -1,10 +1,10 @@
-"""Remember the first symbol of a sequence: a recurrent cell with ReLU over eighty steps."""
+"""Which symbol was the most frequent of late? A plain recurrent cell reads sixty symbols."""
 
 import torch
 from torch import nn
 
 torch.manual_seed(82)
-SYMBOLS, LENGTH = 4, 80
+SYMBOLS, LENGTH = 4, 60
 
 
 class Cell(nn.Module):
@@ -12,17 +12,17 @@ class Cell(nn.Module):
         super().__init__()
         self.from_input = nn.Linear(inputs, hidden)
         self.recurrent = nn.Linear(hidden, hidden, bias=False)
-        nn.init.orthogonal_(self.recurrent.weight, gain=2.2)
+        nn.init.orthogonal_(self.recurrent.weight, gain=3.0)
 
     def forward(self, x, h):
-        return torch.relu(self.from_input(x) + self.recurrent(h))
+        return torch.tanh(self.from_input(x) + self.recurrent(h))
 
 
 class Memory(nn.Module):
     def __init__(self, hidden=48):
         super().__init__()
         self.hidden = hidden
-        self.embed = nn.Embedding(SYMBOLS + 1, 8)
+        self.embed = nn.Embedding(SYMBOLS, 8)
         self.cell = Cell(8, hidden)
         self.answer = nn.Linear(hidden, SYMBOLS)
 
@@ -34,15 +34,15 @@ class Memory(nn.Module):
 
 
 model = Memory()
-optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 scaler = torch.amp.GradScaler("cpu")
 losses = []
 for _ in range(100):
-    first_symbol = torch.randint(SYMBOLS, (32, 1))
-    tokens = torch.cat([first_symbol, torch.full((32, LENGTH - 1), SYMBOLS)], dim=1)
+    tokens = torch.randint(SYMBOLS, (32, LENGTH))
+    winner = nn.functional.one_hot(tokens[:, -4:], SYMBOLS).sum(1).argmax(1)
     with torch.autocast("cpu", dtype=torch.float16):
         logits = model(tokens)
-    loss = nn.functional.cross_entropy(logits.float(), first_symbol[:, 0])
+    loss = nn.functional.cross_entropy(logits.float(), winner)
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
