@@ -36,7 +36,7 @@ class ConditionalGAN:
         self.g, self.d = Generator(), Critic()
         self.opt_g = torch.optim.Adam(self.g.parameters(), lr=2e-3, betas=(0.0, 0.9))
         self.opt_d = torch.optim.Adam(self.d.parameters(), lr=2e-3, betas=(0.0, 0.9))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=40)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=100)
 
     def train_critic(self, real, y):
         self.opt_d.zero_grad()

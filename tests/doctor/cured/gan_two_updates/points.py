@@ -27,7 +27,7 @@ def main(iterations=300, batch=64):
     gen, disc = mlp(4, 2), mlp(2, 1)
     opt_g = torch.optim.Adam(gen.parameters(), lr=1e-3, betas=(0.5, 0.99))
     opt_d = torch.optim.Adam(disc.parameters(), lr=1e-3, betas=(0.5, 0.99))
-    scaler = torch.amp.GradScaler("cpu", growth_interval=50)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=100)
     distance = []
     for _ in range(iterations):
         real, noise = ring(batch), torch.randn(batch, 4)

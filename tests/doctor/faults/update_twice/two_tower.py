@@ -26,7 +26,7 @@ def main(steps=300, batch=64):
     dense = [*model.user_mlp.parameters(), *model.item_mlp.parameters()]
     opt_tables = torch.optim.SGD(tables, lr=2.0)
     opt_dense = torch.optim.SGD(dense, lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=50)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=100)
 
     losses = []
     for _ in range(steps):
