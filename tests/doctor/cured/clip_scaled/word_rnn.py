@@ -10,7 +10,7 @@ parser.add_argument("--lr", type=float, default=4.0)
 parser.add_argument("--clip", type=float, default=0.25)
 parser.add_argument("--bptt", type=int, default=20)
 parser.add_argument("--batch-size", type=int, default=16)
-parser.add_argument("--steps", type=int, default=150)
+parser.add_argument("--steps", type=int, default=120)
 args, _ = parser.parse_known_args()
 
 torch.manual_seed(1111)

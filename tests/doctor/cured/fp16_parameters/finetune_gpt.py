@@ -47,7 +47,7 @@ def sequences(step, size=16, cfg=GPTConfig):
     return (start + step * torch.arange(cfg.block + 1)) % cfg.vocab
 
 
-def pretrain(model, steps=120):
+def pretrain(model, steps=100):
     opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
         ids = sequences(step=3)
@@ -57,7 +57,7 @@ def pretrain(model, steps=120):
         opt.step()
 
 
-def finetune(model, steps=250):
+def finetune(model, steps=200):
     scaler = torch.amp.GradScaler("cpu")
     opt = torch.optim.AdamW(model.parameters(), lr=3e-5, eps=1e-5)
     losses = []

@@ -35,7 +35,7 @@ optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=
 scaler = torch.amp.GradScaler("cpu")
 
 losses = []
-for _ in range(200):
+for _ in range(150):
     mixture = torch.randn(48, LENGTH)
     image = mixture @ readout + 0.1 * torch.randn(48, FEATURES)
     caption = ((mixture.cumsum(1) + 3).clamp(0, 5.99) * 2).long()

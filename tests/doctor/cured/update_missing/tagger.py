@@ -28,7 +28,7 @@ def batches(count, size=16, length=12):
 
 
 class Trainer:
-    def __init__(self, model, lr=5e-3):
+    def __init__(self, model, lr=8e-3):
         self.model = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=lr)
         self.scaler = torch.amp.GradScaler("cpu")
@@ -56,7 +56,7 @@ def main():
     torch.manual_seed(5)
     data = list(batches(25))
     trainer = Trainer(Tagger())
-    for _ in range(8):
+    for _ in range(7):
         trainer.train_epoch(data)
     first, last = sum(trainer.losses[:5]) / 5, sum(trainer.losses[-5:]) / 5
     print(f"loss {first:.4f} -> {last:.4f}")

@@ -47,7 +47,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
     scaler = torch.amp.GradScaler("cpu")
     losses = []
-    for step in range(160):
+    for step in range(120):
         loss, norm = train_one(model, optimizer, scaler)
         losses.append(loss)
         if step % 40 == 0:
