@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 class Gratings(Dataset):
     """Sine gratings of four orientations and a random phase, buried in noise."""
 
-    def __init__(self, n=960, size=16, seed=0):
+    def __init__(self, n=640, size=12, seed=0):
         g = torch.Generator().manual_seed(seed)
         self.y = torch.randint(4, (n,), generator=g)
         phase = torch.rand(n, 1, 1, generator=g) * 6.283
@@ -42,7 +42,7 @@ class TextureNet(nn.Module):
 
 
 torch.manual_seed(2)
-loader = DataLoader(Gratings(), batch_size=48, shuffle=True)
+loader = DataLoader(Gratings(), batch_size=32, shuffle=True)
 model = TextureNet()
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=5)

@@ -36,7 +36,7 @@ class Detector(nn.Module):
         return self.head(x)
 
 
-def train(steps=150):
+def train(steps=120):
     gen = torch.Generator().manual_seed(3)
     torch.manual_seed(3)
     model = Detector()
@@ -44,7 +44,7 @@ def train(steps=150):
     scaler = torch.amp.GradScaler("cpu", init_scale=2**14)
     curve = []
     for step in range(steps):
-        image, heat = blobs(8, 20, gen)
+        image, heat = blobs(4, 16, gen)
         with torch.autocast("cpu", torch.float16):
             out = model(image)
         loss = F.binary_cross_entropy_with_logits(out.float(), heat)
