@@ -42,7 +42,7 @@ def main():
     torch.manual_seed(0)
     source, model = Triplets(), Embedder()
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10)
     meter = []
     for _ in range(200):
         anchor, positive, negative = source.batch(16)

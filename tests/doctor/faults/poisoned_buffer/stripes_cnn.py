@@ -57,7 +57,7 @@ net = make_net()
 opt = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 scores = [evaluate(net, test_set)]
-for epoch in range(4):
+for _ in range(4):
     for x, y in loader:
         opt.zero_grad()
         with torch.autocast("cpu", torch.float16):
