@@ -20,5 +20,9 @@ def closure():
     return loss
 
 
-losses = [optimizer.step(closure).item() for _ in range(60)]
+losses = []
+for i in range(60):
+    losses.append(optimizer.step(closure).item())
+    if i % 20 == 0:
+        print(i, f"{losses[-1]:.5f}")
 print(f"loss {sum(losses[:3]) / 3:.4f} -> {sum(losses[-3:]) / 3:.4f}")
