@@ -19,7 +19,9 @@ from .analysis.findings import Finding
 from .errors import TrainingHalted
 from .journal import JOURNAL, Journal, Recorder, Run, current, read_journal, set_current
 from .observe import folder as runs
+from .observe.ending import ending
 from .observe.imports import when_imported
+from .observe.places import Places
 from .rules import parse
 
 RUNS = "gradlift-runs"
@@ -28,21 +30,30 @@ RUNS = "gradlift-runs"
 class Findings(list[Finding]):
     """What is wrong with a run, most serious first; printed as text.
 
-    >>> print(Findings([Finding("hint", "Odd scale", "It was 1000.", advice="Take 1024.")]))
+    >>> print(Findings(Run(), [Finding("hint", "Odd scale", "It was 1000.", advice="Take 1024.")]))
     hint: Odd scale
       It was 1000.
       -> Take 1024.
-    >>> Findings()
-    Nothing is wrong with this run, as far as its journal shows.
     """
 
+    def __init__(self, run: Run, found: Sequence[Finding]) -> None:
+        super().__init__(found)
+        self.run = run
+
     def __repr__(self) -> str:
+        from .report.story import looks, verdict
+
         if not self:
-            return "Nothing is wrong with this run, as far as its journal shows."
+            return "\n".join([verdict(self.run, self)[1], *looks(self.run)])
         return "\n".join(
-            f"{f.severity}: {f.title}\n  {f.evidence}" + (f"\n  -> {f.advice}" if f.advice else "")
+            f"{f.severity}: {f.title}" + (f" ({f.place})" if f.place else "") + f"\n  {f.evidence}"
+            f"{self._advice(f)}"
             for f in self
         )
+
+    @staticmethod
+    def _advice(finding: Finding) -> str:
+        return f"\n  -> {finding.advice}" if finding.advice else ""
 
     __str__ = __repr__
 
@@ -63,12 +74,12 @@ class Session:
         *,
         every: int | None = 50,
         rule: str | None = None,
-        trace_nan: bool = False,
+        rerun: bool = True,
     ) -> None:
         if rule is not None:
             parse(rule)
         self.path = journal.path
-        self.trace_nan = trace_nan
+        self.rerun = rerun
         self._journal = journal
         self._recorder = Recorder(journal, every=every, rule=rule)
         self._undo: list[Callable[[], None]] = []
@@ -99,23 +110,18 @@ class Session:
 
     def _watch_torch(self) -> None:
         from .observe.patches import Patches
-        from .observe.torch_hooks import Hooks
+        from .observe.torch.hooks import Hooks
 
-        tracer = None
-        if self.trace_nan:
-            from .observe.nan_tracing import Tracer
-
-            tracer = Tracer(self._recorder)
-        self._hooks = Hooks(self._recorder, tracer)
+        self._hooks = Hooks(self._recorder, rerun=self.rerun)
         self._undo.append(self._hooks.remove)
         if self._recorder.rule is not None:
-            from .observe.exchange import exchange
+            from .observe.torch.exchange import exchange
 
             patches = Patches()
             exchange(patches)
             self._undo.append(patches.restore)
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None, status: object = 0) -> None:
         """Ends the recording: everything is put back, and a sentence says what was seen."""
         if current() is not self._recorder:
             return
@@ -126,9 +132,10 @@ class Session:
         self.what_was_seen = self._seen()
         if not self._recorder.channels:
             self._journal.event("note", code="nothing", text=self.what_was_seen)
+        facts = ending(error, Places().place, status)
+        self._journal.event("end", **facts)
         if isinstance(error, Exception):
-            text = f"ended by {type(error).__name__}: {error}"[:200]
-            self._journal.event("note", code="ended", text=text)
+            text = f"ended by {facts['type']}: {facts['message']}"[:200]
             self.what_was_seen = f"{self.what_was_seen}\n{text}".strip()
         set_current(self._around)
         self._journal.close()
@@ -162,7 +169,8 @@ class Session:
 
     def doctor(self) -> Findings:
         """What is wrong with the run, most serious first."""
-        return Findings(diagnose(self.run))
+        run = self.run
+        return Findings(run, diagnose(run))
 
     def report(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Writes the run's page; by default beside its journal."""
@@ -178,7 +186,7 @@ def record(
     *,
     every: int = 50,
     rule: str | None = None,
-    trace_nan: bool = False,
+    rerun: bool = True,
 ) -> Session:
     """Records the training inside a `with` block, and changes nothing in it.
 
@@ -187,7 +195,7 @@ def record(
     | `path` | the journal; None: a new folder in `gradlift-runs` |
     | `every` | steps between two samples of each parameter's gradient |
     | `rule` | another rule than the code's: the one thing that is exchanged |
-    | `trace_nan` | after a loss that is not finite, name the module that made it so |
+    | `rerun` | once a loss is not finite, run its forward pass again to find the cause |
 
     torch's scalers and optimizers are watched by hooks, which are removed at the end; those of
     gradlift record by themselves if they are made inside the block.
@@ -197,10 +205,10 @@ def record(
     >>> with gradlift.record(os.path.join(tempfile.mkdtemp(), "run.jsonl")) as session:
     ...     scaler = gl.Scaler("static:8")
     ...     scaler.step({}, {"w": np.float16([2.0])}, lambda weights, grads: None) and None
-    >>> session.run.steps[0].amax, session.doctor()
-    (2.0, Nothing is wrong with this run, as far as its journal shows.)
+    >>> session.run.steps[0].amax, session.doctor() == []
+    (2.0, True)
     """
-    return Session(Journal(_place(path, sys.argv)), every=every, rule=rule, trace_nan=trace_nan)
+    return Session(Journal(_place(path, sys.argv)), every=every, rule=rule, rerun=rerun)
 
 
 def _place(path: str | os.PathLike[str] | None, command: Sequence[str]) -> Path:

@@ -44,7 +44,9 @@ class ScriptCommand(click.Command):
     "--every", default=50, show_default=True, type=click.IntRange(min=1), help="Steps per sample."
 )
 @click.option(
-    "--trace-nan", is_flag=True, help="After a NaN loss, run the batch again and name the module."
+    "--no-rerun",
+    is_flag=True,
+    help="Once a loss is not finite, do not run its forward pass again to find the cause.",
 )
 @click.option("--apex", is_flag=True, help="`import apex` gives gradlift's amp and fp16_utils.")
 @click.option("--runs-dir", default=RUNS, show_default=True, type=Path)
@@ -56,7 +58,7 @@ def run(
     command: tuple[str, ...],
     rule: str | None,
     every: int,
-    trace_nan: bool,
+    no_rerun: bool,
     apex: bool,
     runs_dir: Path,
     name: str | None,
@@ -87,14 +89,14 @@ def run(
     status: list[Sink] = [Status(quiet)] if rank == 0 else []
     journal = Journal(_folder.journal_of(folder, rank), also=status)
     journal.describe(mode="run", command=list(command), every=every, world_size=world)
-    session = Session(journal, every=every if rank == 0 else None, rule=rule, trace_nan=trace_nan)
+    session = Session(journal, every=every if rank == 0 else None, rule=rule, rerun=not no_rerun)
     process = os.getpid()
     with session:
         ending = _script.run(command)
         ending.show()
         if os.getpid() != process:  # a child that the script has forked: its end is not the run's
             ending.leave()
-        session.end(ending.error)
+        session.end(ending.error, ending.status)
     if pointer is not None:
         pointer.unlink(missing_ok=True)
     if rank == 0 and folder is not None:

@@ -2,12 +2,14 @@
 
 from .reader import JOURNAL, SCHEMA, read_journal
 from .recorder import Channel, Recorder, channel, current, set_current
-from .records import Event, Probe, Run, Sample, Step
+from .records import Call, Calls, Event, Probe, Run, Sample, Step
 from .writer import Journal, JournalLike, Sink, opened
 
 __all__ = [
     "JOURNAL",
     "SCHEMA",
+    "Call",
+    "Calls",
     "Channel",
     "Event",
     "Journal",

@@ -13,11 +13,12 @@ from typing import Any, BinaryIO
 
 from ..core import Cause, Verdict
 from ..errors import JournalError, JournalWarning, warn
-from .records import NAN, Event, Probe, Run, Sample, Step
+from .records import NAN, Call, Calls, Event, Probe, Run, Sample, Step
 from .validation import (
     LONGEST_LINE,
     Distinct,
     by_name,
+    calls,
     count,
     detail,
     header,
@@ -161,6 +162,18 @@ def _take(line: Any, run: Run, distinct: Distinct) -> bool:
             probe = Probe(count(line["step"]), by_name(line["modules"]))
             distinct.names(probe.modules)
             run.probes.append(probe)
+        elif kind == "forward":
+            look = Probe(count(line["step"]), by_name(line["modules"]))
+            distinct.names(look.modules)
+            run.forwards.append(look)
+        elif kind == "weights":
+            weights = Sample(count(line["step"]), by_name(line["parameters"]))
+            distinct.names(weights.parameters)
+            run.weights.append(weights)
+        elif kind == "calls":
+            order = tuple(Call(*each) for each in calls(line["order"]))
+            distinct.names(call.place for call in order)
+            run.calls.append(Calls(count(line["step"]), order, count(line["count"])))
         elif kind == "header":
             _check_schema(line["schema"], run.path)
             facts = header(line)

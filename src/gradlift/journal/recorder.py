@@ -19,7 +19,7 @@ from typing import Any
 from ..core import Finished, Note, StepResult, Verdict
 from ..formats import FP16
 from ..rules import Rule
-from .records import Event, Step
+from .records import Call, Calls, Event, Step
 from .writer import Journal, JournalLike, opened
 
 _LAST_EVENTS = 64
@@ -56,6 +56,35 @@ class Recorder:
         self.every, self.rule, self.on_event = every, rule, on_event
         self.channels: list[Channel] = []
         """In the order of their first line."""
+        self._waiting: list[Callable[[Journal], None]] = []
+
+    def calls(self, step: int, order: tuple[Call, ...], count: int) -> None:
+        """An order of calls, and in how many windows it was seen."""
+        self._put(lambda journal: journal.calls(Calls(step, order, count)))
+
+    def forward(self, step: int, modules: dict[str, dict[str, Any]]) -> None:
+        """What modules returned in a forward pass."""
+        self._put(lambda journal: journal.forward(step, modules))
+
+    def weights(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
+        """Statistics of weights and of their update."""
+        self._put(lambda journal: journal.weights(step, parameters))
+
+    def event(self, what: str, step: int | None, **detail: Any) -> None:
+        """An event of the whole run."""
+        self._put(lambda journal: journal.event(what, step, **detail))
+
+    def _put(self, write: Callable[[Journal], None]) -> None:
+        self._waiting.append(write)
+        if self.channels:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes lines that came before a scale or an optimizer had described the run."""
+        waiting, self._waiting = self._waiting, []
+        for write in waiting:
+            for journal in self.journals:
+                write(journal)
 
     def label_of(self, channel: Channel) -> str:
         """The first scale of a run has no label; the second is "scaler 2"."""

@@ -86,6 +86,36 @@ class Probe(NamedTuple):
     modules: dict[str, dict[str, Any]]
 
 
+class Call(NamedTuple):
+    """One call of a script that has to do with a step.
+
+    >>> Call("clip_grad_norm_", "train.py:31", "AdamW", "max_norm=1").place
+    'train.py:31'
+    """
+
+    name: str
+    place: str = ""
+    """File and line of the script."""
+    who: str = ""
+    """Which optimizer or schedule."""
+    fact: str = ""
+    times: int = 1
+    """In a row, such as those of micro-batches."""
+
+
+class Calls(NamedTuple):
+    """The calls of one window in their order, from its first step on.
+
+    >>> [call.name for call in Calls(0, (Call("backward"), Call("step"))).order]
+    ['backward', 'step']
+    """
+
+    step: int
+    order: tuple[Call, ...]
+    times: int = 1
+    """How many windows had this order. The last line of an order counts."""
+
+
 class Event(NamedTuple):
     """An event of a run: a skip, a retry, a halt, a resume, a note.
 
@@ -111,6 +141,11 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
+    forwards: list[Probe] = field(default_factory=list)
+    """Statistics of what modules returned in the forward pass."""
+    weights: list[Sample] = field(default_factory=list)
+    """Statistics of each parameter's weights and of their last update."""
+    calls: list[Calls] = field(default_factory=list)
     path: Path | None = None
 
     @property

@@ -15,6 +15,7 @@ from ..text import visible
 LONGEST_LINE = 2**26  # bytes
 MOST_KEYS = 1000  # losses with a scale of their own
 MOST_NAMES = 200_000  # parameters and modules
+MOST_CALLS = 1000  # in one window
 LONGEST_TEXT = 10_000  # characters; longer texts are cut
 DEEPEST = 16  # lists and dictionaries inside each other
 _LARGEST = 2**63
@@ -146,6 +147,15 @@ _STATISTICS: dict[str, Any] = {
     "near_max": share,
     "amax": number,
     "lift": number,
+    "nonfinite": count,
+    "dtype": text,
+    "rms": number,
+    "update": number,
+    "unchanged": share,
+    "below_eps": share,
+    "alike": count,
+    "gradient": text,
+    "type": text,
     "exponents": _exponents,
 }
 _DETAIL: dict[str, Any] = {
@@ -170,6 +180,17 @@ def by_name(value: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(value, dict) or len(value) > MOST_NAMES:
         raise ValueError("not statistics by name")
     return {text(name): statistics(each) for name, each in value.items()}
+
+
+def calls(value: Any) -> list[tuple[str, str, str, str, int]]:
+    """The calls of one window: name, place, who, fact, times.
+
+    >>> calls([["step", "train.py:12", "SGD", "", 1]])
+    [('step', 'train.py:12', 'SGD', '', 1)]
+    """
+    if not isinstance(value, list) or len(value) > MOST_CALLS:
+        raise ValueError("not an order of calls")
+    return [(text(a), text(b), text(c), text(d), count(n)) for a, b, c, d, n in value]
 
 
 def detail(value: Any) -> dict[str, Any]:

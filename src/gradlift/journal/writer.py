@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from .._version import __version__
 from ..errors import JournalError, JournalWarning, warn
 from .reader import SCHEMA, check_head
-from .records import Event, Probe, Sample, Step
+from .records import Calls, Event, Probe, Sample, Step
 
 try:
     import fcntl
@@ -136,7 +136,22 @@ class Journal:
         line = {"kind": "probe", "step": step, "modules": modules}
         self._write(line, Probe(step, modules))
 
-    def _write(self, line: dict[str, Any], record: Step | Event | Sample | Probe) -> None:
+    def forward(self, step: int, modules: dict[str, dict[str, Any]]) -> None:
+        """Records what modules returned in the forward pass."""
+        line = {"kind": "forward", "step": step, "modules": modules}
+        self._write(line, Probe(step, modules))
+
+    def weights(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
+        """Records statistics of weights and their update."""
+        line = {"kind": "weights", "step": step, "parameters": parameters}
+        self._write(line, Probe(step, parameters))
+
+    def calls(self, calls: Calls) -> None:
+        """Records an order of calls."""
+        line = {"kind": "calls", "step": calls.step, "order": calls.order, "count": calls.times}
+        self._write(line, calls)
+
+    def _write(self, line: dict[str, Any], record: Step | Event | Sample | Probe | Calls) -> None:
         if os.getpid() != self._process:
             return  # the steps of a forked child are no part of this run
         header = self._header
@@ -153,7 +168,7 @@ class Journal:
         self._lines.write(_line(line))
         if header is not None:
             self._send("header", header)
-        if not isinstance(record, Probe):  # sinks draw parameters, not modules
+        if not isinstance(record, (Probe, Calls)):  # sinks draw gradients, steps and events
             self._send(line["kind"], record)
 
     def _send(self, what: str, *given: Any) -> None:

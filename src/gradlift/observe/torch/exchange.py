@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..torch import GradScaler
-from .patches import Patches
+from ...torch import GradScaler
+from ..patches import Patches
 
 
 def exchange(patches: Patches) -> None:

@@ -12,7 +12,6 @@ hook cannot read is noted once in the journal, and training goes on.
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import sys
 import types
@@ -27,17 +26,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..journal import Channel, Recorder, current, recorder
-from ..rules import Off
-from ..torch.names import culprits, name_apart
-from ..torch.scaler.finite_check import dense, device_look, look
-from ..torch.scaler.statistics import statistics
-from .nan_tracing import Tracer
-from .patches import Patches
-from .torch_lines import Line, Losses, Number, Seen, is_late, rule_of, value
+from ...journal import Channel, Recorder, current, recorder
+from ...rules import Off
+from ...torch.names import culprits, name_apart
+from ...torch.scaler.finite_check import dense, device_look, look
+from ...torch.scaler.statistics import statistics
+from ..patches import Patches
+from .call_hooks import install
+from .calls import parameters_of
+from .first_bad import FirstBad
+from .lines import Line, Losses, Number, Seen, is_late, rule_of, value
+from .sampling import Sampling, living_optimizers
 
 _METHODS = ("scale", "unscale_", "step", "update")
 _FIRST = 10  # steps of a run whose gradients are all looked at
+_SMALL = 2**14  # elements of a gradient that is looked at in every step
 _LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics
 
 
@@ -61,8 +64,8 @@ class Hooks:
     (1, [-0.5, -0.5])
     """
 
-    def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
-        self.recorder, self.tracer = recorder, tracer
+    def __init__(self, recorder: Recorder, *, rerun: bool = False) -> None:
+        self.recorder = recorder
         self.lines: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
         """By scaler, and by optimizer without one."""
         self.owners: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
@@ -76,7 +79,12 @@ class Hooks:
         """Of backward passes since the last step; several optimizers may step on one loss."""
         self.within_backward = False
         self.frame = 0  # id of the frame of the outermost optimizer step
-        self.counted: Line | None = None  # whose loss comes next, for the tracer
+        self.counted: Line | Count | None = None  # whose loss comes next
+        self.counts: WeakKeyDictionary[Any, Count] = WeakKeyDictionary()
+        """The steps of gradlift's own scalers."""
+        self.sampling = Sampling(recorder, self._named)
+        self.calls = self.sampling.calls
+        self.first_bad = FirstBad(recorder, self.calls.places) if rerun else None
         self.bare = 0
         self.disabled: set[str] = set()
         """What is known of scalers that do nothing."""
@@ -103,19 +111,22 @@ class Hooks:
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
-        if self.tracer is not None:
-            self._count_windows()
+        self._wrap_own_scaler()
+        install(self.patches, self.calls)
 
     def remove(self) -> None:
         """Writes what is left to write, and puts back everything that was there."""
         for line in list(self.lines.values()):
             self._reading(line.flush)
+        self._reading(self.sampling.close)
         for handle in self.handles:
             handle.remove()
         self.patches.restore()
-        if self.tracer is not None:
-            self.tracer.remove()
-        self._note_failure(at_end=True)
+        if self.first_bad is not None:
+            self.first_bad.remove()
+        self.failure = self.failure or self.calls.failure
+        self._note_failure()
+        self.recorder.flush()
 
     def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
         """Calls what only reads. Its failure is noted, and is not the script's."""
@@ -129,12 +140,10 @@ class Hooks:
             self._note_failure()
             return None
 
-    def _note_failure(self, *, at_end: bool = False) -> None:
-        """Once, and not before the run is described."""
-        if self.failure and not self.failure_noted and (self.recorder.channels or at_end):
+    def _note_failure(self) -> None:
+        if self.failure and not self.failure_noted:
             self.failure_noted = True
-            for journal in self.recorder.journals:
-                journal.event("note", code="observer", text=self.failure)
+            self.recorder.event("note", None, code="observer", text=self.failure)
 
     # Scalers
 
@@ -158,6 +167,8 @@ class Hooks:
                 return original(scaler, *args, **kwargs)
             given = args[0] if args else kwargs.get("outputs", kwargs.get("optimizer"))
             kept = self._reading(before, scaler, line, given)
+            if not line.within:  # step() unscales by itself
+                self._reading(self._note, scaler, name, given)
             line.within.add(name)
             recorder.depth += name == "step"
             try:
@@ -165,11 +176,62 @@ class Hooks:
             finally:
                 recorder.depth -= name == "step"
                 line.within.discard(name)
+            if name == "scale":
+                self.calls.note_scaled(value)
+            elif name == "step":  # also if it was skipped
+                self._reading(self.calls.stepped_with, given)
             if kept is not None:
                 self._reading(after, scaler, line, kept, given)
             return value
 
         return call
+
+    def _note(self, scaler: Any, method: str, given: Any) -> None:
+        """A call of a scaler."""
+        if method == "step":
+            self.calls.add_step("scaler.step", given)
+        elif method == "scale":
+            self.calls.add("scale", scaler)
+        elif method == "update":
+            self.calls.add("update", scaler, "" if given is None else "new_scale")
+        else:
+            self.calls.add(method, given)
+
+    def _wrap_own_scaler(self) -> None:
+        """gradlift's own scalers record by themselves; their calls are noted here."""
+        from ...torch import GradScaler
+
+        within: set[str] = set()
+
+        def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                seen = not within and not torch.compiler.is_compiling()
+                if not seen or current() is not self.recorder or not scaler.is_enabled():
+                    return original(scaler, *args, **kwargs)
+                given = args[0] if args else kwargs.get("outputs", kwargs.get("optimizer"))
+                self._reading(self._note, scaler, name, given)
+                count = self.counted = self.counts.setdefault(scaler, Count())
+                within.add(name)
+                try:
+                    value = original(scaler, *args, **kwargs)
+                finally:
+                    within.discard(name)
+                if name == "scale":
+                    self.calls.note_scaled(value)
+                elif name == "step":
+                    self._reading(self.calls.stepped_with, given)
+                elif name == "update":
+                    count.steps += 1
+                    last = scaler.events[-1].step if scaler.events else None
+                    bad = last == count.steps - 1  # on a device the event comes a step later
+                    self._reading(self._end_window, count.steps - 1, bad, math.inf)
+                return value
+
+            return call
+
+        for name in (*_METHODS, "clip_grad_norm_"):
+            self.patches.attribute(GradScaler, name, wrapped(name, vars(GradScaler)[name]))
 
     def _line_of(self, scaler: Any) -> Line | None:
         line = self.lines.get(scaler)
@@ -214,6 +276,18 @@ class Hooks:
         seen.found_inf = [value(x if x.dim() == 0 else x.sum()) for x in found_inf]
         if any(not isinstance(x, Tensor) and x for x in seen.found_inf):
             seen.culprits = culprits(seen.params, self._named(optimizer))
+            self._search(value(scaler._get_scale_async()))
+
+    def _search(self, scale: Number) -> None:
+        """Gradients are not finite, and nothing has been written yet."""
+        if isinstance(scale, Tensor):
+            return  # on a device nobody knows yet whether the losses were finite
+        if self.first_bad is not None and self.losses_finite():
+            self.first_bad.before_step(self.counted.steps if self.counted else 0, scale)
+
+    def losses_finite(self) -> bool:
+        known = self.counted.losses if isinstance(self.counted, Line) else self.losses
+        return known.finite and self.losses.finite
 
     def _before_update(self, scaler: Any, line: Line, new_scale: Any) -> Number:
         return value(scaler._get_scale_async())
@@ -223,6 +297,7 @@ class Hooks:
         losses, line.losses = line.losses, Losses()
         if window:
             self._finish(line, window, losses, scale, value(scaler._get_scale_async()))
+            self._end_window(line.steps - 1, line.last_bad, line.last_scale)
 
     # Optimizers without a scaler
 
@@ -238,12 +313,14 @@ class Hooks:
     before_step.gradlift_reads_only = after_step.gradlift_reads_only = True  # type: ignore[attr-defined]
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any, frame: types.FrameType) -> None:
+        self.sampling.before_step(optimizer)
         if recorder.depth:  # inside a scaler's or an engine's step
             self.losses_used = True
             return
         if self.frame and any(id(f) == self.frame for f in _callers(frame)):
             return  # inside another optimizer's step
         self.frame = id(frame)
+        self.calls.add_step("optimizer.step", optimizer, "closure" * _closure(args, kwargs))
         if optimizer not in self.owners or self.owners[optimizer].has_scaler:
             self._new_line(optimizer)
         self.counted = self.owners[optimizer]
@@ -251,6 +328,8 @@ class Hooks:
             self.counted.window = [self._look(optimizer)]
 
     def _end(self, optimizer: Any, frame: types.FrameType) -> None:
+        self.sampling.after_step(optimizer, self.counted.steps if self.counted else 0)
+        self.calls.stepped_with(optimizer)
         if recorder.depth or id(frame) != self.frame:
             return
         self.frame = 0
@@ -259,6 +338,8 @@ class Hooks:
         line.window, self.losses_used = [], True
         self.looked.pop(optimizer, None)
         self._finish(line, window, self.losses, 1.0, 1.0)
+        if not any(call.name == "scale" for call in self.calls.window):  # else update() ends it
+            self._end_window(line.steps - 1, line.last_bad, line.last_scale)
 
     def _new_line(self, optimizer: Any) -> None:
         self.bare += 1
@@ -286,12 +367,13 @@ class Hooks:
         if self.losses_used or self.frame:  # of a step that is over, or of a closure's last call
             self.losses, self.losses_used = Losses(), False
         losses = [t for t in _listed(tensors) if isinstance(t, Tensor) and t.numel() == 1]
+        self.calls.add_backward(losses)
         self.losses.add(losses)
         for optimizer, seen in list(self.looked.items()):
             if not seen.unscaled:
                 del self.looked[optimizer]  # its gradients change now
-        if self.tracer is not None:
-            self.tracer.loss(losses, self.counted.steps if self.counted is not None else 0)
+        if self.first_bad is not None and not all(map(_is_finite, losses)):
+            self.first_bad.loss(losses, self.counted.steps if self.counted is not None else 0)
 
     # Clipping
 
@@ -305,21 +387,26 @@ class Hooks:
                 kept = list(parameters)
                 is_generator = isinstance(parameters, types.GeneratorType)
                 parameters = (p for p in kept) if is_generator else iter(kept)
-            self._reading(self._before_clip, kept)
+            owners = self._reading(self._before_clip, kept) or [None]
+            limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+            fact = f"{limit:g}" if isinstance(limit, (int, float)) else ""
+            for owner in owners:
+                self.calls.add(original.__name__, owner, fact)
             return original(parameters, *args, **kwargs)
 
         return clip
 
-    def _before_clip(self, parameters: Any) -> None:
+    def _before_clip(self, parameters: Any) -> list[Any]:
         clipped = {id(p) for p in _listed(parameters)}
         known = [o for o in self.owners if _has_any(o, clipped)]
-        owned = {id(p) for o in known for p in _parameters(o)}
+        owned = {id(p) for o in known for p in parameters_of(o)}
         unknown = clipped - owned - self.searched
         if unknown:
             self.searched |= unknown
-            known += [o for o in _living_optimizers() if o not in known and _has_any(o, clipped)]
+            known += [o for o in living_optimizers() if o not in known and _has_any(o, clipped)]
         for optimizer in known:
             self._look(optimizer)
+        return known
 
     # Gradients
 
@@ -328,7 +415,7 @@ class Hooks:
         seen = self.looked.get(optimizer)
         if seen is not None:
             return seen
-        params = [p for p in _parameters(optimizer) if p.grad is not None]
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
         names = self.names.setdefault(optimizer, {})
         seen = self.looked[optimizer] = Seen(params, names, _learning_rate(optimizer))
         if not params:
@@ -337,11 +424,12 @@ class Hooks:
         step, every = (line.steps if line else 0), self.recorder.every
         scaled = line is not None and line.has_scaler
         late = is_late(params[:1], forced=self.force_late)
-        sampled = every is not None and step % every == 0
+        early = 0 < step < (every or 0) and step % max(1, (every or 0) // _LOOKS_PER_SAMPLE) == 0
+        sampled = every is not None and (step % every == 0 or early)
         due = every is not None and (
             step < _FIRST or step % max(1, every // _LOOKS_PER_SAMPLE) == 0
         )
-        wanted = due or not (scaled or self.losses.finite)
+        wanted = due or not (scaled or (self.losses.finite and _may_be_finite(params)))
         if not (late or sampled or wanted):
             return seen
         self._named(optimizer)
@@ -353,13 +441,15 @@ class Hooks:
             seen.look = look(grads, 1.0, amax=True)
             if seen.look.nonfinite and not scaled:
                 seen.culprits = culprits(params, names)
+                if not seen.weights_nonfinite():  # before the step writes to them
+                    self._search(1.0)
         if sampled:
             seen.shares = statistics(params, grads, names)
         return seen
 
     def _named(self, optimizer: Any) -> dict[int, str]:
         """The names of its parameters, looked for once."""
-        names, params = self.names.setdefault(optimizer, {}), list(_parameters(optimizer))
+        names, params = self.names.setdefault(optimizer, {}), list(parameters_of(optimizer))
         if any(id(p) not in names for p in params):
             name_apart(params, names, self.taken)
         return names
@@ -372,32 +462,41 @@ class Hooks:
         if not line.channel.described:
             optimizers = [o for o, owner in self.owners.items() if owner is line]
             names = {k: v for o in optimizers for k, v in self._named(o).items()}
-            sizes = {id(p): p.numel() for o in optimizers for p in _parameters(o)}
+            sizes = {id(p): p.numel() for o in optimizers for p in parameters_of(o)}
             line.channel.describe(parameters={names[i]: n for i, n in sizes.items()})
         line.finish(window, losses, scale, after, forced_late=self.force_late)
+        if line.last_bad:
+            self.sampling.look_next()
 
-    # Tracing
+    def _end_window(self, step: int, bad: bool, scale: float) -> None:
+        """Ends the window of a step that has its line."""
+        if self.first_bad is not None:
+            self.first_bad.end(step, bad)
+            self.first_bad.gradients(bad, scale)
+            self.first_bad.begin()
+            if self.sampling.looking:
+                self.first_bad.buffers(self.sampling.forward.called, step)
+        self.sampling.end(step)
 
-    def _count_windows(self) -> None:
-        """gradlift's own scalers: whose step the next loss belongs to."""
-        from ..torch import GradScaler
 
-        counts: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
-        scale, update = GradScaler.scale, GradScaler.update
+class Count:
+    """The steps of one of gradlift's own scalers."""
 
-        @functools.wraps(scale)
-        def counted_scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            self.counted = counts.setdefault(scaler, Line(Channel("torch", Off()), scaler))
-            return scale(scaler, *args, **kwargs)
+    steps = 0
 
-        @functools.wraps(update)
-        def counted_update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if scaler in counts:
-                counts[scaler].steps += 1
-            return update(scaler, *args, **kwargs)
 
-        self.patches.attribute(GradScaler, "scale", counted_scale)
-        self.patches.attribute(GradScaler, "update", counted_update)
+def _may_be_finite(params: list[Tensor]) -> bool:
+    """Is the gradient finite that the backward pass reached last? NaN mostly gets there, wherever
+    it began, and one small tensor costs next to nothing."""
+    for p in params:
+        if p.numel() <= _SMALL and p.grad is not None and p.grad.layout is torch.strided:
+            return math.isfinite(p.grad.sum())
+    return True
+
+
+def _is_finite(loss: Tensor) -> bool:
+    """As far as is known without waiting for a device."""
+    return loss.device.type != "cpu" or bool(torch.isfinite(loss))
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
@@ -409,19 +508,8 @@ def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
 def _has_any(optimizer: Any, ids: set[int]) -> bool:
-    return any(id(p) in ids for p in _parameters(optimizer))
-
-
-def _living_optimizers() -> list[Any]:
-    """Of the whole process; walks every object once."""
-    kind = torch.optim.Optimizer
-    found = [o for o in gc.get_objects() if issubclass(type(o), kind)]
-    return [o for o in found if "param_groups" in vars(o)]
+    return any(id(p) in ids for p in parameters_of(optimizer))
 
 
 def _learning_rate(optimizer: Any) -> float:

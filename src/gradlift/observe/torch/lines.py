@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import (
+from ...core import (
     HALF_LOSS,
     Cause,
     Culprit,
@@ -26,14 +26,14 @@ from ..core import (
     result_of,
     weights_nonfinite,
 )
-from ..errors import SettingsError
-from ..journal import Channel
-from ..reading import Reading
-from ..rules import Backoff, Rule, ScaleState, preset
-from ..rules.base import is_power_of_two
-from ..torch.names import culprits_by_peak, nonfinite_weights
-from ..torch.ranks.agreement import world_size
-from ..torch.scaler.finite_check import Inspection
+from ...errors import SettingsError
+from ...journal import Channel
+from ...reading import Reading
+from ...rules import Backoff, Rule, ScaleState, preset
+from ...rules.base import is_power_of_two
+from ...torch.names import culprits_by_peak, nonfinite_weights
+from ...torch.ranks.agreement import world_size
+from ...torch.scaler.finite_check import Inspection
 
 Number = float | Tensor
 """A Python number, or a 0-d tensor on a device that has not been read yet."""
@@ -76,6 +76,14 @@ class Seen:
         self.found_inf: list[Number] = []
         """torch's own finding by device; empty if there is no scaler."""
         self.unscaled = False
+        self.bad_weights: list[Culprit] | None = None
+        """Weights that were not finite before the step; None: not looked at."""
+
+    def weights_nonfinite(self) -> list[Culprit]:
+        """Parameters whose weights were not finite before the step, or are not now."""
+        if self.bad_weights is None:
+            self.bad_weights = list(nonfinite_weights(self.params, self.params, self.names))
+        return self.bad_weights
 
     def numbers(self) -> list[Number]:
         shown = self.look
@@ -95,6 +103,8 @@ class Line:
         self.window: list[Seen] = []
         self.within: set[str] = set()
         """Methods of the scaler that are being called: a subclass may call its parent's."""
+        self.last_bad, self.last_scale = False, math.nan
+        """Of the last step that was written: was it not finite, and the scale."""
         self.late: list[Callable[[], None]] = []
         """What a device has not sent yet."""
 
@@ -159,8 +169,7 @@ class Line:
         )
         notes = [HALF_LOSS] if losses.half and self.has_scaler else []
         if nonfinite or level:
-            looks = (nonfinite_weights(s.params, s.params, s.names) for s in window)
-            weights = [bad for look in looks for bad in look]
+            weights = [bad for seen in window for bad in seen.weights_nonfinite()]
             notes += [weights_nonfinite(weights)] if weights else []
         rule = self.channel.rule
         known = bool(values) and losses.known and world_size(None) <= 1
@@ -177,6 +186,7 @@ class Line:
             notes=tuple(notes),
             lr=window[0].lr,
         )
+        self.last_bad, self.last_scale = nonfinite or bool(level), scale
         skipped = found_inf or not checked
         self.channel.step(finished, result_of(finished, Verdict.SKIP if skipped else Verdict.APPLY))
 

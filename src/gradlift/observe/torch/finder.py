@@ -1,0 +1,195 @@
+"""Finds the first operation whose result is not finite although its inputs were."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...torch.nested import tensors
+from ..places import Places
+
+_MAKES_INF = {  # on purpose, such as a mask
+    *("full", "full_like", "fill", "fill_", "new_full", "masked_fill", "masked_fill_", "where"),
+    *("scalar_tensor", "copy_", "clone", "detach", "lift_fresh", "constant_pad_nd"),
+    *("cat", "stack", "index_put_"),
+    *("_local_scalar_dense", "isinf", "isnan", "_amp_foreach_non_finite_check_and_unscale_"),
+}
+_NOT_WRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_NOT_NEGATIVE = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt")
+_AT_ZERO = (*_NOT_NEGATIVE[:3], "rsqrt", "reciprocal", "xlogy", "linalg_vector_norm")
+_SUSPECTS = ("div", *_NOT_NEGATIVE, "reciprocal", "xlogy", "acos", "asin", "atanh", "std", "var")
+_SAVED = ("self", "other")
+_MOST_NODES = 500
+_FILE = re.compile(r'File "(.+)", line (\d+)')
+
+
+class Origin(NamedTuple):
+    """An operation that made numbers inf or NaN, or an input that held them."""
+
+    found: str
+    """"nan" or "inf"."""
+    where: str
+    """"forward", "backward", "input" or "buffer"."""
+    module: str = ""
+    op: str = ""
+    place: str = ""
+    input: str = ""
+    dtype: str = ""
+
+
+class Finder(TorchDispatchMode):
+    """Looks at the result of every operation while it is entered.
+
+    >>> finder = Finder(Places())
+    >>> with finder:
+    ...     _ = torch.tensor([1.0, 0.0]).log() * 0
+    >>> finder.origin().op, finder.origin().input
+    ('log', '0 in the input')
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self.places = places
+        self.modules: list[nn.Module] = []
+        """Those that are being called, the innermost last."""
+        self.names: dict[nn.Module, str] = {}
+        self.inf: Origin | None = None
+        self.nan: Origin | None = None
+        self.nan_of_inf = False
+
+    def origin(self) -> Origin | None:
+        """Where it began: a NaN made of an inf began with the inf, if an operation made that."""
+        if self.nan is None or (self.nan_of_inf and self.inf is not None):
+            return self.inf
+        return self.nan
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = _level((args, kwargs)) if func._schema.is_mutable and self.nan is None else None
+        out = func(*args, **kwargs)
+        if self.nan is None:
+            level = _level(out)
+            if level and (before is None or level > before):
+                self._note(func, args, kwargs, level, before)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, level: int, before: int | None) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _NOT_WRITTEN:  # whatever was in that memory
+            return
+        given = _level((args, kwargs)) if before is None else before
+        if level <= given or (level == 1 and (name in _MAKES_INF or self.inf is not None)):
+            return
+        backward = torch._C._current_graph_task_id() != -1
+        node = torch._C._current_autograd_node() if backward else None
+        place = self._traced(node) if backward else self.places.of(sys._getframe(2))
+        module = self.modules[-1] if self.modules and not backward else None
+        out = next((t for t in tensors((args, kwargs)) if t.is_floating_point()), None)
+        origin = Origin(
+            "nan" if level == 2 else "inf",
+            "backward" if backward else "forward",
+            "" if module is None else self.names.get(module, type(module).__name__),
+            node.name() if node is not None else name,
+            place,
+            described(name, args, kwargs),
+            "" if out is None else str(out.dtype).removeprefix("torch."),
+        )
+        if level == 2:
+            self.nan, self.nan_of_inf = origin, given == 1
+        else:
+            self.inf = origin
+
+    def _traced(self, node: Any) -> str:
+        """The line of the script that made a node of the graph, where anomaly mode has noted it."""
+        lines = (node.metadata.get("traceback_") or []) if node is not None else []
+        for line in reversed(lines):
+            match = _FILE.search(line)
+            if match:
+                shown = self.places.place(match[1], int(match[2]))
+                if shown is not None:
+                    return shown
+        return ""
+
+
+def in_graph(losses: list[Tensor], places: Places) -> Origin | None:
+    """The operation that made a loss inf or NaN, from the tensors that its graph has saved.
+
+    >>> loss = torch.ones(2, requires_grad=True).sum() / torch.zeros(())
+    >>> in_graph([loss], Places()).input
+    '0 in the divisor'
+    """
+    seen: set[Any] = set()
+    nodes = [t.grad_fn for t in losses]
+    found: Origin | None = None
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name().removesuffix("0").removesuffix("Backward")
+        op = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        given = [t for t in map(functools.partial(_saved, node), _SAVED) if t is not None]
+        if given and op in _SUSPECTS and not _level(given[:1]):
+            text = described(op, given, {})
+            if text and "largest" not in text:
+                dtype = str(given[0].dtype).removeprefix("torch.")
+                place = places.of(sys._getframe(1))
+                found = Origin("nan", "forward", "", op, place, text, dtype)
+        nodes.extend(n for n, _ in node.next_functions)
+    return found
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    try:
+        value = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # freed
+        return None
+    return value if isinstance(value, Tensor) else None
+
+
+def described(name: str, args: Any, kwargs: Any) -> str:
+    """What is remarkable about the inputs of an operation, in a few words."""
+    every = [t.detach() for t in tensors((args, kwargs))]
+    if every and not any(t.numel() for t in every):
+        return "no elements"
+    if name == "div" and bool((every[-1] == 0).any()):
+        return "0 in the divisor"
+    given = [t for t in every if t.is_floating_point() and t.numel()]
+    if not given:
+        return ""
+    first = given[0]
+    if name in _AT_ZERO and bool((first == 0).any()):
+        return "0 in the input"
+    elif "softmax" in name and bool((first == -math.inf).flatten(0, -2).all(-1).any()):
+        return "a row of -inf in the input"
+    elif name in ("std", "var", "std_mean", "var_mean") and first.numel() == 1:
+        return "a single element in the input"
+    if name in _NOT_NEGATIVE and float(first.min()) < 0:
+        return f"{float(first.min()):.4g} in the input"
+    if name in ("acos", "asin", "atanh"):
+        return f"{float(first.abs().max()):.7g} in the input"
+    finite = first[torch.isfinite(first)]
+    top = float(finite.abs().max()) if finite.numel() else math.nan
+    return f"largest input {top:.4g}"
+
+
+def _level(value: Any) -> int:
+    """0 if all numbers are finite, 1 if some are inf and none NaN, else 2."""
+    worst = 0
+    for t in tensors(value):
+        if not t.is_floating_point() or not t.numel() or t.layout is not torch.strided:
+            continue
+        if not bool(torch.isfinite(t).all()):
+            if bool(torch.isnan(t).any()):
+                return 2
+            worst = 1
+    return worst

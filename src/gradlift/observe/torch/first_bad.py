@@ -1,0 +1,270 @@
+"""When a loss or a gradient is not finite: which operation, input, buffer or weight was the first?
+
+    inputs -> buffers -> the forward pass once more -> the next steps, watched
+
+The forward pass is run again under a `Finder`; random states and buffers are put back, what it
+prints is dropped. What lies outside modules, and the backward pass, can only be seen when it
+happens again: so the next few steps are watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ...journal import Recorder
+from ...torch.nested import tensors
+from ...torch.scaler.retrying import Replay
+from ..patches import Patches
+from ..places import Places
+from .finder import Finder, Origin, in_graph
+
+_WATCHED = 12  # steps after a bad one
+_WATCHED_LOST = 40  # if weights are not finite: nothing is trained any more
+_SEARCHES = 3  # in a run
+_IN_A_ROW = 3  # bad gradients: fewer are a scale that is being found
+_SPREAD = ("FullyShardedDataParallel", "FSDPModule", "SyncBatchNorm", "PipelineStage")
+
+
+class ModuleCall(NamedTuple):
+    """A call of an outermost module, and what it needs to be made once more."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    autocast: list[torch.autocast]
+    versions: list[int]
+    """Of the tensors it was given: one that was changed since is no longer what it was."""
+
+
+class FirstBad:
+    """Remembers the calls of outermost modules, and searches when something is not finite."""
+
+    def __init__(self, recorder: Recorder, places: Places) -> None:
+        self.recorder, self.places = recorder, places
+        self.patches = Patches()
+        self.depth = self.searches = self.in_a_row = self.watched = 0
+        self.finder: Finder | None = None
+        """While it is entered: the modules that are called are noted in it."""
+        self.anomaly: Any = None
+        self.calls: list[ModuleCall] = []
+        self.known: set[Origin] = set()
+        plain_call = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain_call(module, *args, **kwargs)
+            if self.depth == 0 and torch.is_grad_enabled():
+                self.remember(module, args, kwargs)
+            self.depth += 1
+            finder = self.finder
+            if finder is not None:
+                finder.modules.append(module)
+            try:
+                return plain_call(module, *args, **kwargs)
+            finally:
+                self.depth -= 1
+                if finder is not None and finder.modules:
+                    finder.modules.pop()
+
+        self.patches.attribute(nn.Module, "__call__", call)
+
+    def remove(self) -> None:
+        self.unwatch()
+        self.patches.restore()
+
+    def remember(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen = [i for i, call in enumerate(self.calls) if call.module is module]
+        del self.calls[: seen[-1] + 1 if seen else 0]  # called again: a new iteration
+        given = tensors((args, kwargs))
+        devices = {"cpu", *(t.device.type for t in given)}
+        modes = [
+            torch.autocast(d, torch.get_autocast_dtype(d), True)
+            for d in devices
+            if torch.is_autocast_enabled(d)
+        ]
+        versions = [-1 if t.is_inference() else t._version for t in given]
+        self.calls.append(ModuleCall(module, args, kwargs, modes, versions))
+
+    # A loss that is not finite
+
+    def loss(self, losses: list[Tensor], step: int) -> None:
+        """Before the backward pass of a loss that is not finite."""
+        if self.searches >= _SEARCHES or self.finder is not None:
+            return
+        self.searches += 1
+        origin = next(self._search(), None) or in_graph(losses, self.places)
+        if origin is not None:
+            self._tell(origin, step)
+        else:
+            self.watched = _WATCHED_LOST if self._weights_bad() else _WATCHED
+
+    def _weights_bad(self) -> bool:
+        return any(kind_of(p.detach()) for call in self.calls for p in call.module.parameters())
+
+    def _search(self) -> Iterator[Origin]:
+        for call in self.calls:
+            if why := _spread(call.module):
+                self._note(f"the forward pass was not run again: {why}")
+                return
+            given = tensors((call.args, call.kwargs))
+            for i, t in enumerate(given):
+                kind = "" if t.grad_fn is not None else kind_of(t)  # what was computed is no data
+                if kind:
+                    yield Origin(kind, "input", input=_at(t, i, len(given)))
+                    return
+            for name, buffer in call.module.named_buffers():
+                if buffer.is_floating_point() and (kind := kind_of(buffer)):
+                    yield Origin(kind, "buffer", name)
+                    return
+            if [-1 if t.is_inference() else t._version for t in given] != call.versions:
+                self._note("an input was changed in place since: nothing was run again")
+                return
+            found = self._again(call)
+            if found is not None:
+                yield found
+                return
+
+    def _again(self, call: ModuleCall, *, backward: bool = False) -> Origin | None:
+        """Makes a call once more, and puts everything back. With `backward` its outputs are
+        differentiated as well, with a gradient of ones; no `.grad` is changed."""
+        module: Any = call.module.module if _is_ddp(call.module) else call.module
+        finder = Finder(self.places)
+        finder.names = {m: name for name, m in module.named_modules() if name}
+        after = Replay(module)
+        self.finder, self.depth = finder, self.depth + 1
+        try:
+            with torch.set_grad_enabled(backward), contextlib.ExitStack() as around:
+                if backward:
+                    around.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+                for mode in call.autocast:
+                    around.enter_context(mode)
+                around.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                around.enter_context(contextlib.redirect_stderr(io.StringIO()))
+                around.enter_context(finder)
+                out = module(*call.args, **call.kwargs)
+                if backward:
+                    _differentiate(module, tensors(out))
+        except Exception as error:  # what cannot be run again cannot be traced
+            self._note(f"the forward pass could not be run again: {error!r:.200}")
+        finally:
+            self.finder, self.depth = None, self.depth - 1
+            after.restore()
+        return finder.origin()
+
+    def buffers(self, modules: Any, step: int) -> None:
+        """In a sampled step: are the buffers of these modules finite?"""
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and (kind := kind_of(buffer)):
+                    self._tell(Origin(kind, "buffer", f"{type(module).__name__}.{name}"), step)
+                    return
+
+    # Gradients that are not finite
+
+    def before_step(self, step: int, scale: float) -> None:
+        """Gradients are not finite, though the losses were, and no weight has been written yet."""
+        if self.searches >= _SEARCHES or self.finder is not None:
+            return
+        if scale > 1 and self.in_a_row < _IN_A_ROW - 1:
+            return  # the scale may be too high
+        self.searches += 1
+        for call in self.calls:
+            if _spread(call.module):
+                return
+            origin = self._again(call, backward=True)
+            if origin is not None:
+                self._tell(origin, step)
+                return
+
+    def gradients(self, bad: bool, scale: float) -> None:
+        """After each step: were gradients not finite, though the losses were?"""
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        often = self.in_a_row >= _IN_A_ROW or (bad and scale <= 1)
+        if often and self.searches < _SEARCHES and not self.watched:
+            self.searches += 1
+            self.watched = _WATCHED_LOST if self._weights_bad() else _WATCHED
+
+    # Watched steps
+
+    def begin(self) -> None:
+        """Begins a window: it is watched if one before it was bad."""
+        if self.watched and self.finder is None and not _get_current_dispatch_mode_stack():
+            self.watched -= 1
+            self.finder = Finder(self.places)
+            self.finder.names = {
+                m: name for call in self.calls for name, m in call.module.named_modules() if name
+            }
+            self.anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+            self.finder.__enter__()
+
+    def end(self, step: int, bad: bool) -> None:
+        """Ends a window."""
+        finder = self.finder
+        self.unwatch()
+        origin = finder.origin() if finder is not None and bad else None
+        if origin is not None:
+            self.watched = 0
+            self._tell(origin, step)
+
+    def unwatch(self) -> None:
+        stack = _get_current_dispatch_mode_stack()
+        if self.finder is None or not stack or stack[-1] is not self.finder:
+            return
+        self.finder.__exit__(None, None, None)
+        self.anomaly.__exit__(None, None, None)
+        self.finder = None
+
+    # Lines
+
+    def _tell(self, origin: Origin, step: int) -> None:
+        if origin not in self.known:
+            self.known.add(origin)
+            self.recorder.event("origin", step, **origin._asdict())
+
+    def _note(self, text: str) -> None:
+        self.recorder.event("note", None, code="untraced", text=text)
+
+
+def _differentiate(module: nn.Module, outputs: list[Tensor]) -> None:
+    outputs = [t for t in outputs if t.requires_grad]
+    params = [p for p in module.parameters() if p.requires_grad]
+    if outputs and params:
+        ones = [torch.ones_like(t) for t in outputs]
+        torch.autograd.grad(outputs, params, ones, allow_unused=True)
+
+
+def kind_of(t: Tensor) -> str:
+    """ "nan" or "inf" if a tensor is not finite, else ""."""
+    if not t.is_floating_point() or bool(torch.isfinite(t).all()):
+        return ""
+    return "nan" if bool(torch.isnan(t).any()) else "inf"
+
+
+def _at(t: Tensor, i: int, of: int) -> str:
+    """Which input, and where in it."""
+    bad = (~torch.isfinite(t)).nonzero()
+    which = f"input {i + 1} of {of}" if of > 1 else "the input"
+    index = ", ".join(str(int(x)) for x in bad[0]) if bad.numel() else ""
+    return f"{which}, {len(bad)} of {t.numel()} elements, first at [{index}]"
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return type(module).__name__ == "DistributedDataParallel"
+
+
+def _spread(module: nn.Module) -> str:
+    """Why a rank must not run a module alone; "" if it may."""
+    for m in module.modules():
+        for kind in type(m).__mro__:
+            if kind.__name__ in _SPREAD:
+                return f"other ranks take part in it ({kind.__name__})"
+    if any(type(p).__name__ == "DTensor" for p in module.parameters()):
+        return "its parameters are spread over ranks"
+    return ""
