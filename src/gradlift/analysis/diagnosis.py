@@ -6,6 +6,7 @@ import os
 
 from ..journal import Run, read_journal
 from .findings import CHECKS, EXPLAINS, SEVERITIES, Finding
+from .findings.finding import rank
 
 __all__ = ["SEVERITIES", "Finding", "diagnose"]
 
@@ -25,6 +26,13 @@ def diagnose(run: Run | str | os.PathLike[str]) -> list[Finding]:
     if not isinstance(run, Run):
         run = read_journal(run)
     found = [finding for check in CHECKS if (finding := check(run))]
-    explained = {kind for finding in found for kind in EXPLAINS.get(finding.kind, ())}
-    kept = [finding for finding in found if finding.kind not in explained]
+    kept: list[Finding] = []
+    for finding in found:  # causes come before their consequences
+        if any(f.kind == finding.kind for f in kept):
+            continue
+        causes = [i for i, f in enumerate(kept) if finding.kind in EXPLAINS.get(f.kind, ())]
+        if not causes:
+            kept.append(finding)
+        elif rank(finding) < rank(kept[causes[0]]):  # as serious as what it leads to
+            kept[causes[0]] = kept[causes[0]]._replace(severity=finding.severity)
     return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))

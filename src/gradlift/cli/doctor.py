@@ -12,31 +12,44 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ..analysis.diagnosis import Finding, diagnose
+from ..analysis.coverage import coverage
+from ..analysis.diagnosis import SEVERITIES, Finding, diagnose
 from ..analysis.words import cause, power
-from ..journal import Event, Run, read_journal
+from ..journal import Event, Run, Step, read_journal
+from ..report.story import looks, verdict
 from ..text import visible
 
 _STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
+_MOST_LINES = 6  # of skipped steps, so that the answer stays on the screen
 _NOT_APPLIED = ("skip", "retry", "halt")
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Findings and events as JSON.")
-def doctor(run: Path, as_json: bool) -> None:
+@click.option("--events", "every_event", is_flag=True, help="A line for each skipped step.")
+@click.option("-v", "--verbose", is_flag=True, help="Steps, parameters and how certain it is.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["broken", "warning", "hint"]),
+    default="broken",
+    show_default=True,
+    help="The exit status is 1 for findings of this severity or worse.",
+)
+def doctor(run: Path, as_json: bool, every_event: bool, verbose: bool, fail_on: str) -> None:
     """Print what is wrong with RUN (a journal or a run's folder), most serious first.
 
-    The exit status is 1 if training is broken.
+    The exit status is 0 if nothing of the severity of --fail-on was found, 1 if something was, and
+    2 if RUN cannot be read.
     """
     read = read_journal(run)
     findings = diagnose(read)
-    events = _not_applied(read)
     if as_json:
-        click.echo(json.dumps(_plain(read, findings, events), indent=1))
+        click.echo(json.dumps(_plain(read, findings, _not_applied(read)), indent=1))
     else:
-        _print(read, findings, events)
-    sys.exit(1 if any(f.severity == "broken" for f in findings) else 0)
+        _print(read, findings, every_event, verbose)
+    worst = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+    sys.exit(1 if any(f.severity in worst for f in findings) else 0)
 
 
 def _not_applied(run: Run) -> list[dict[str, Any]]:
@@ -65,24 +78,60 @@ def _plain(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> d
         "skipped": run.skipped,
         "broken": any(f.severity == "broken" for f in findings),
         "findings": [f._asdict() for f in findings],
+        "looked_at": coverage(run).looked,
+        "not_looked_at": coverage(run).not_looked,
         "events": events,
     }
 
 
-def _print(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> None:
+def _print(run: Run, findings: list[Finding], every_event: bool, verbose: bool) -> None:
     console = Console(highlight=False)
+    console.print(Text(verdict(run, findings)[1], "bold"))
     console.print(Text(f"{len(run.steps)} steps, {run.skipped} skipped\n"))
     for finding in findings:
         console.print(Text(f"{finding.severity:8}", _STYLES[finding.severity]), end="")
-        console.print(Text(finding.title, "bold"))
-        for part in (finding.evidence, _where(finding), f"-> {finding.advice}"):
+        place = f"  {finding.place}" if finding.place else ""
+        console.print(Text(finding.title, "bold") + Text(place, "underline"))
+        shown = [finding.evidence]
+        if verbose:
+            shown += [_where(finding), f"{finding.kind}, {finding.confidence}"]
+        for part in (*shown, f"-> {finding.advice}" if finding.advice else ""):
             if part:
                 console.print(Padding(Text(part), (0, 0, 0, 8)))
         console.print()
-    if not findings:
-        console.print(Text("Nothing is wrong with this run, as far as its journal shows.\n"))
-    for event in events:
-        console.print(Text(_line(event)), soft_wrap=True)
+    for line in looks(run):
+        console.print(Text(line))
+    if every_event:
+        for event in _not_applied(run):
+            console.print(Text(_line(event)), soft_wrap=True)
+    elif run.skipped:
+        for line in _streaks(run):
+            console.print(Text(line), soft_wrap=True)
+
+
+def _streaks(run: Run) -> list[str]:
+    """Skipped steps: those in a row that have one cause share a line."""
+    lines = []
+    for key, steps in run.by_key.items():
+        name = f" [{key}]" if key else ""
+        streak: list[Step] = []
+        for step in [*steps, None]:
+            if step is not None and step.skipped and (not streak or step.cause is streak[-1].cause):
+                streak.append(step)
+                continue
+            if streak:
+                at = _steps(streak[0].step, streak[-1].step)
+                n = f", {len(streak)} steps" if len(streak) > 1 else ""
+                lines.append(f"skipped {at}: {streak[0].cause}{n}{name}")
+            streak = [step] if step is not None and step.skipped else []
+    if len(lines) > _MOST_LINES:
+        more = f"... and {len(lines) - _MOST_LINES + 1} more; --events shows each"
+        lines = [*lines[: _MOST_LINES - 1], more]
+    return lines
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def _where(finding: Finding) -> str:

@@ -28,7 +28,7 @@ def as_json(run: Run) -> dict[str, Any]:
 def report(run: Run, findings: Sequence[Finding]) -> dict[str, Any]:
     """The same, with findings that are already known."""
     added = totals(run)
-    severity, sentence = verdict(added, findings)
+    severity, sentence = verdict(run, findings)
     made = {
         "schema": 1,
         "run": title(run),

@@ -39,7 +39,7 @@ def prose(text: str) -> str:
 
 
 def head(run: Run, added: Totals, findings: Sequence[Finding]) -> str:
-    severity, sentence = story.verdict(added, findings)
+    severity, sentence = story.verdict(run, findings)
     known = story.settings(run)
     about = [known[name] for name in ("rule", "framework", "mode", "time") if name in known]
     return f"""<header>
@@ -47,6 +47,7 @@ def head(run: Run, added: Totals, findings: Sequence[Finding]) -> str:
 <h1>{escape(story.title(run))}</h1>
 <p class="about">{escape(" · ".join(about))}</p>
 <p class="verdict {severity}" id="verdict">{prose(sentence)}</p>
+{"".join(f'<p class="looks">{escape(line)}</p>' for line in story.looks(run))}
 </header>"""
 
 
@@ -73,6 +74,8 @@ def _finding(finding: Finding) -> str:
         for name, things in (("steps", steps), ("parameters", list(finding.parameters)))
         if things
     ]
+    if finding.place:
+        lists.insert(0, f"<p class=where>line <code>{escape(finding.place)}</code></p>")
     advice = f"<p class=advice>{prose(finding.advice)}</p>" if finding.advice else ""
     return (
         f'<article class="finding {escape(finding.severity)}">'

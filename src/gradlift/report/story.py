@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..analysis import words
+from ..analysis.coverage import coverage
 from ..analysis.diagnosis import Finding
 from ..analysis.totals import Totals
 from ..journal import Event, Run
@@ -40,18 +41,21 @@ def title(run: Run) -> str:
     return visible(path.parent.name if path.name == "journal.jsonl" else path.name)
 
 
-def verdict(totals: Totals, findings: Sequence[Finding]) -> tuple[str, str]:
+def verdict(run: Run, findings: Sequence[Finding]) -> tuple[str, str]:
     """The severity ("empty", "broken", "warning", "hint" or "healthy"), and the sentence.
 
-    >>> from gradlift.analysis.totals import totals
-    >>> verdict(totals(Run()), [])
+    Only a run that was looked at from all sides is called healthy.
+
+    >>> verdict(Run(), [])
     ('empty', 'Nothing was recorded: this journal holds no step.')
     """
-    if not totals.steps:
+    if not run.steps and not findings:
         return "empty", "Nothing was recorded: this journal holds no step."
-    steps = words.count(totals.steps, "step")
+    steps = words.count(len(run.steps), "step")
     if not findings:
-        return "healthy", f"Healthy: nothing wrong was found in {steps}."
+        if coverage(run).complete:
+            return "healthy", f"Healthy: nothing wrong was found in {steps}."
+        return "healthy", f"Nothing wrong was found in what was recorded of {steps}."
     worst = findings[0]
     lead = {"broken": "Training is broken", "warning": "It trains, but look at this"}
     severity = worst.severity if worst.severity in lead else "hint"
@@ -121,7 +125,8 @@ def rows(run: Run, marks: list[Mark]) -> list[EventRow]:
     bad = [
         EventRow(m.first, m.last, m.what, _of_mark(m), m.cause) for m in crowded(marks, MOST_ROWS)
     ]
-    others = [e for e in run.events if e.what not in ("skip", "retry", "halt") or e.step is None]
+    apart = ("skip", "retry", "halt", "optimizer", "trained")
+    others = [e for e in run.events if e.what not in apart or e.step is None]
     shown = [others[i] for i in spread(len(others), MOST_ROWS)]
     rest = [EventRow(e.step, e.step, e.what, _of_event(e)) for e in shown]
     if len(shown) < len(others):
@@ -144,14 +149,22 @@ def _of_mark(mark: Mark) -> str:
 
 def _of_event(event: Event) -> str:
     detail = event.detail
-    if event.what == "trace":
-        kind, pass_ = detail.get("found", "non-finite"), detail.get("where", "forward")
-        return f"first {kind} in the {pass_} pass: the output of {detail.get('module', '?')}"
+    if event.what == "origin":
+        parts = (detail.get(name) for name in ("op", "module", "place", "input"))
+        where = ", ".join(str(part) for part in parts if part)
+        return f"first {detail.get('found', 'non-finite')} ({detail.get('where', '?')}): {where}"
     if event.what == "resume":
         return f"a later process continued the run, {detail.get('time', 'time unknown')}"
     if isinstance(detail.get("text"), str):
         return str(detail["text"])
     return compact(detail)
+
+
+def looks(run: Run) -> list[str]:
+    """Two sentences: what was looked at, and what was not."""
+    seen = coverage(run)
+    lines = [f"Looked at: {'; '.join(seen.looked)}."] if seen.looked else []
+    return lines + ([f"Not looked at: {'; '.join(seen.not_looked)}."] if seen.not_looked else [])
 
 
 def settings(run: Run) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ..journal import Run
 from ..text import visible
 from .charts import FORMATS, columns, sum_of
 from .modules import Module, modules
-from .story import figures, inside, rows, settings, title, verdict, versions
+from .story import figures, inside, looks, rows, settings, title, verdict, versions
 from .thinning import marks
 
 WIDTH = 80
@@ -39,12 +39,10 @@ def summary(run: Run) -> str:
     """
     added, findings = totals(run), diagnose(run)
     if not added.steps:
-        return verdict(added, findings)[1]
+        return verdict(run, findings)[1]
     lines = _figures(added)
-    lines += [_one_line(f"{f.severity}: {f.title}") for f in findings[: 10 - len(lines)]]
-    return visible(
-        "\n".join(lines if findings else [*lines, verdict(added, findings)[1]]), keep="\n"
-    )
+    lines += [_one_line(f"{f.severity}: {_placed(f)}") for f in findings[: 10 - len(lines)]]
+    return visible("\n".join(lines if findings else [*lines, verdict(run, findings)[1]]), keep="\n")
 
 
 def report(run: Run, findings: Sequence[Finding]) -> str:
@@ -52,8 +50,9 @@ def report(run: Run, findings: Sequence[Finding]) -> str:
     added, all_parameters = totals(run), parameters(run)
     name = title(run)
     parts = [
-        f"{name}\n{'=' * len(name)}\n{_filled(verdict(added, findings)[1])}",
+        f"{name}\n{'=' * len(name)}\n{_filled(verdict(run, findings)[1])}",
         *map(_finding, findings),
+        *([_headed("What was looked at", map(_filled, looks(run)))] if run.steps else []),
     ]
     if added.steps:
         parts += [_headed("Figures", _figures(added)), _headed("Scale", _curves(run))]
@@ -81,7 +80,7 @@ def _figures(added: Totals) -> list[str]:
 
 
 def _finding(finding: Finding) -> str:
-    lines = [f"[{finding.severity}] {finding.title}", finding.evidence]
+    lines = [f"[{finding.severity}] {_placed(finding)}", finding.evidence]
     if finding.steps:
         lines.append("Steps: " + _listed(f"{step:,}" for step in finding.steps))
     if finding.parameters:
@@ -89,6 +88,10 @@ def _finding(finding: Finding) -> str:
     lines.append(finding.advice)
     first, *rest = (_filled(line) for line in lines if line)
     return "\n".join([first, *(textwrap.indent(line, "  ") for line in rest)])
+
+
+def _placed(finding: Finding) -> str:
+    return f"{finding.title} ({finding.place})" if finding.place else finding.title
 
 
 def _listed(things: Iterable[str], most: int = 8) -> str:

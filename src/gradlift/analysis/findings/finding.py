@@ -31,6 +31,10 @@ class Finding(NamedTuple):
     advice: str = ""
     kind: str = ""
     """A short fixed name: "floor", "underflow", ..."""
+    place: str = ""
+    """File and line of the script."""
+    confidence: str = "likely"
+    """"certain": seen directly; "likely": inferred; "possible": the intent cannot be known."""
 
 
 Check = Callable[[Run], "Finding | None"]

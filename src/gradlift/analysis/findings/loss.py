@@ -22,26 +22,17 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
     broken = ended or 2 * len(bad) > len(steps)
     value = "inf" if math.isinf(bad[0].loss) else "nan"
     skipped = sum(s.skipped for s in bad)
-    modules = [
-        f"{e.detail.get('module')} ({e.detail.get('found', 'nan')}, "
-        f"{e.detail.get('where', 'forward')}, step {e.step})"
-        for e in run.events
-        if e.what == "trace" and e.detail.get("module")
-    ]
-    traced = f" First module with a non-finite output: {modules[0]}." if modules else ""
     still = " The run ended that way." if ended else ""
-    where = f"in {modules[0].split(' (')[0]} " if modules else ""
-    hint = "" if modules else "; gradlift run --trace-nan names the module"
     return Finding(
         "broken" if broken else "warning",
         "The loss itself is not finite",
         f"The loss was inf or NaN in {count(len(bad), 'step')} of {len(steps)}, first at step "
         f"{bad[0].step} (loss {value}); {skipped} of them were skipped. It was not finite before "
-        f"it was scaled, so the scale is not the cause.{still}{traced}",
+        f"it was scaled, so the scale is not the cause.{still}",
         numbers(bad),
         (),
-        f"Look {where}for a log or a division at zero, inputs that are inf or NaN, or activations "
-        f"above float16's 65504{hint}.",
+        "The record does not show where it began: record the run with gradlift run, which looks "
+        "for the first operation, input or buffer that is not finite.",
         "forward-nan",
     )
 

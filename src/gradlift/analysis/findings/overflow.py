@@ -93,6 +93,20 @@ def start(steps: list[Step], run: Run) -> Finding | None:
     if len(first) < START_SKIPS:
         return None
     to = steps[length].scale if length < len(steps) else first[-1].next_scale
+    if to < 1:
+        return Finding(
+            "warning",
+            "Gradients overflow float16 even when the loss is not scaled",
+            f"{len(first)} of the first {count(length, 'step')} were skipped until the scale was "
+            f"{power(to)}: inside the network gradients are {1 / to:g} times larger than float16 "
+            "can hold.",
+            numbers(first),
+            (),
+            "Look for a part in which gradients grow from step to step, such as a recurrence: "
+            "shorten the sequence, start from smaller or orthogonal weights, or normalise inside. "
+            "Or run that part in float32.",
+            "exploding",
+        )
     return Finding(
         "warning",
         "The scale started too high",

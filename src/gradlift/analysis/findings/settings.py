@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 from ...journal import Run, Step
 from ...rules.base import is_power_of_two
 from ..words import count, power
-from .finding import Finding, numbers, per_key
+from .finding import Finding, numbers, overflowed, per_key
 
+_INTERVAL = re.compile(r"growth_interval=(\d+)")
+EAGER = 10  # clean steps: fewer cannot show that a scale fits
+EAGER_LOST = 0.1  # of all steps
 MOVED_STEPS = 3  # fewer may be ends of epochs, where schedules change the rate
 MOVED_SHARE = 0.01  # a schedule that is off by less than 1 % of its length is within the noise
 
@@ -55,4 +59,47 @@ def odd_scale(steps: list[Step], run: Run) -> Finding | None:
         (),
         f"Use powers of two: init_scale={nearest}, growth_factor=2, backoff_factor=0.5.",
         "odd-scale",
+    )
+
+
+@per_key
+def growth_eager(steps: list[Step], run: Run) -> Finding | None:
+    """The scale is raised after so few clean steps that a large share of steps overflows."""
+    match = _INTERVAL.search(str(run.header.get("rule", "")))
+    interval = int(match[1]) if match else 0
+    lost = [s for s in steps if overflowed(s)]
+    if not 0 < interval <= EAGER or len(lost) < EAGER_LOST * len(steps) or len(lost) < 5:
+        return None
+    return Finding(
+        "warning",
+        "The scale is raised too eagerly",
+        f"growth_interval is {interval}: {len(lost)} of {count(len(steps), 'step')} overflowed, "
+        "mostly just after the scale had been raised.",
+        numbers(lost),
+        (),
+        'Use a growth_interval of 500 or more (torch\'s default is 2000), or rule="auto".',
+        "growth-eager",
+        "",
+        "certain",
+    )
+
+
+@per_key
+def static_misfit(steps: list[Step], run: Run) -> Finding | None:
+    """A scale that is held fixed, and overflows in most steps."""
+    scales = {s.scale for s in steps}
+    lost = [s for s in steps if overflowed(s)]
+    if len(scales) != 1 or len(lost) < max(10, len(steps) // 2):
+        return None
+    (scale,) = scales
+    return Finding(
+        "broken",
+        f"The fixed scale {power(scale)} is too high",
+        f"{len(lost)} of {count(len(steps), 'step')} overflowed, and the scale never moved.",
+        numbers(lost),
+        (),
+        "Let the scale move (GradScaler's own update()), or fix a lower one: gradlift find-scale.",
+        "static-misfit",
+        "",
+        "certain",
     )
