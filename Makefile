@@ -3,7 +3,8 @@
 # make lint   format, lint, types       make prove   proofs of the rules
 # make kills  kill runs and resume them, a hundred times an adapter
 # make fuzz   random scripts over all adapters
-# make mutants  deliberate faults in a copy, each of which some test must find
+# make mutants      faults in a copy, each of which some test must find
+# make test-doctor  what the doctor says of every script in tests/doctor
 # make bench  measure                   make clean   remove .venv, .venv-mxnet
 
 PYTHON ?= python3
@@ -23,7 +24,8 @@ export JAX_PLATFORMS := cpu
 export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
-SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet browser numpy
+SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet doctor-slice
+SUITES += browser numpy
 
 .PHONY: run test lint prove kills fuzz mutants bench docs clean always
 
@@ -48,6 +50,12 @@ test-mxnet: always
 		echo "== tests/mxnet: left out, MXNet 1.9.1 needs Python 3.11 or older and this is $$($(PYTHON) -V)"; \
 	fi
 
+# `make test` has a slice of the scripts; this is all of them, and the matrix.
+test-doctor: export DOCTOR := all
+test-doctor test-doctor-slice: $(VENV)/.test always
+	@echo "== tests/doctor"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest tests/doctor
+
 test-%: $(VENV)/.test always
 	@echo "== tests/$*"
 	@$(BIN)/pytest tests/$*
@@ -66,17 +74,17 @@ kills: export OMP_NUM_THREADS := 1
 kills: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m kills
 
-# Deliberate faults, put into a copy of the tree one by one: some test must fail.
-mutants: export OMP_NUM_THREADS := 1
-mutants: $(VENV)/.test
-	@PYTHONPATH=tests $(BIN)/python -m mutants -j 2
-
 # Whatever a user may do, in any order, on every adapter (MXNet if its environment is there):
 # hours on one core. STEPS=20000 for a short one.
 STEPS ?= 1000000
 SEED ?= 0
 fuzz: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python -m machines.fuzz --steps $(STEPS) --seed $(SEED)
+
+# Deliberate faults, put into a copy of the tree one by one: some test must fail.
+mutants: export OMP_NUM_THREADS := 1
+mutants: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m mutants -j 2
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/core.py

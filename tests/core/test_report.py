@@ -77,7 +77,11 @@ def story():
         events=[
             Event(3, "skip", {"cause": "OVERFLOW", "scale": 2.0**16, "culprits": ["head (inf)"]}),
             Event(12, "note", {"text": "evaluation"}),
-            Event(20, "trace", {"module": "body.norm", "found": "nan", "where": "forward"}),
+            Event(
+                20,
+                "origin",
+                {"module": "body.norm", "found": "nan", "where": "forward", "op": "div"},
+            ),
             Event(30, "retry", {**retry, "culprits": ["body (inf)"]}),
             Event(31, "resume", {"time": "2026-01-03T00:00:00+0000"}),
         ],
@@ -189,7 +193,7 @@ def test_page_of_the_story():
         "Training is broken: the forward pass gives NaN. And 1 more finding.",
         'class="finding broken"',
         "Look for a division or a log in the loss.",
-        "first nan in the forward pass: the output of body.norm",
+        "first nan (forward): div, body.norm",
         "a later process continued the run",
         "train.py --lr 3e-4",
         "2.13.0",

@@ -52,42 +52,42 @@ MXNET = (
 
 OBSERVE = (
     Mutant(
-        "observe/torch_hooks.py",
+        "observe/torch/hooks.py",
         "        for handle in self.handles:\n            handle.remove()\n",
         "",
         "at the end everything is put back",
         "test_hooks.py::test_everything_is_put_back",
     ),
     Mutant(
-        "observe/torch_hooks.py",
+        "observe/torch/hooks.py",
         "            self._note_failure()\n            return None\n",
         "            self._note_failure()\n            raise\n",
         "what a hook cannot read does not stop the script",
         "test_hooks.py::test_what_a_hook_cannot_read_is_noted_once_and_training_goes_on",
     ),
     Mutant(
-        "observe/torch_hooks.py",
+        "observe/torch/hooks.py",
         "                kept = list(parameters)\n                is_generator",
         "                kept = parameters\n                is_generator",
         "a generator of parameters is still the script's to read",
         "test_hooks.py::test_gradients_are_looked_at_before_clipping_by_any_name_and_of_any_kind",
     ),
     Mutant(
-        "observe/torch_hooks.py",
+        "observe/torch/hooks.py",
         "before_step.gradlift_reads_only = after_step.gradlift_reads_only = True",
         "before_step.gradlift_reads_only = after_step.gradlift_reads_only = False",
         "hooks that only read cost masters nothing",
         "test_hooks.py::test_hooks_that_only_read_are_known_to_masters",
     ),
     Mutant(
-        "observe/torch_hooks.py",
+        "observe/torch/hooks.py",
         "if line is None or name in line.within:",
         "if line is None:",
         "a step of a scaler that calls its parent is recorded once",
         "test_hooks.py::test_a_scaler_of_ones_own_that_calls_its_parent",
     ),
     Mutant(
-        "observe/torch_lines.py",
+        "observe/torch/lines.py",
         "norm=math.sqrt(squares) / scale if",
         "norm=math.sqrt(squares) if",
         "the norm is that of the true gradients",

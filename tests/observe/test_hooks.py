@@ -221,7 +221,7 @@ def test_between_two_looks_only_what_is_bad_is_looked_at(tmp_path):
 
 
 def test_what_a_hook_cannot_read_is_noted_once_and_training_goes_on(record, monkeypatch):
-    from gradlift.observe import torch_hooks
+    from gradlift.observe.torch import hooks as torch_hooks
 
     def broken(*args, **kwargs):
         raise ArithmeticError("no such tensor")
@@ -258,7 +258,7 @@ class OnlyReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("late", [False, True], ids=["host", "device path"])
 def test_no_hook_writes_to_a_tensor_of_the_script(late, record, monkeypatch):
-    from gradlift.observe.torch_hooks import Hooks
+    from gradlift.observe.torch.hooks import Hooks
 
     model = net(4, 8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -305,7 +305,7 @@ def test_everything_is_put_back(record):
     import gradlift.torch
 
     before = there()
-    for more in ({}, {"trace_nan": True, "rule": "auto"}):
+    for more in ({}, {"rerun": False, "rule": "auto"}):
         with record(**more):
             assert there() != before
         assert there() == before

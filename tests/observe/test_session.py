@@ -127,6 +127,10 @@ def test_a_script_that_crashes_is_recorded(tmp_path):
     (tmp_path / "train.py").write_text(SMALL + "step()\nstep()\nraise ValueError('broken data')\n")
     done = gradlift("run", "train.py", cwd=tmp_path)
     assert done.returncode == 1
-    assert notes(tmp_path)["ended"] == "ended by ValueError: broken data"
+    run = read_journal(recorded(tmp_path))
+    assert len(run.steps) == 2
+    [end] = [e.detail for e in run.events if e.what == "end"]
+    assert (end["how"], end["type"], end["message"]) == ("exception", "ValueError", "broken data")
+    assert end["frames"][-1][0] == "train.py:15"
     assert "ended by ValueError: broken data" in done.err
-    assert len(read_journal(recorded(tmp_path)).steps) == 2
+    assert "broken: The script ended by ValueError (train.py:15)" in done.err
