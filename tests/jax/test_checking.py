@@ -119,3 +119,11 @@ def test_what_is_used_is_checked():
     assert not bool(state.result.stepped)
     _, state = jax.jit(tx.update)(jnp.array([1.0, 1e30]), tx.init(params), params, value=1.0)
     assert bool(state.result.stepped)
+
+
+def test_numbers_known_while_compiling_are_looked_at_as_others_are():
+    """Their squares leave float32, so they are looked at twice, and nothing of it is folded."""
+    large = jnp.array([-2e37, 2e37, 0.0], jnp.float32)
+    seen = jax.jit(lambda: finite_checking.look([large], 1.0, amax=False))()
+    assert not bool(seen.nonfinite)
+    assert float(seen.norm) == pytest.approx(2e37 * math.sqrt(2), rel=1e-6)

@@ -135,6 +135,8 @@ def _confirmed(leaves: list[Any], inverse: Any) -> tuple[Any, Any]:
 
     def again(_: Any) -> tuple[Any, Any]:
         first, then = jnp.where(large, blown, 1), jnp.where(large, _DOWN, _UP)
+        # Known while compiling, they would be taken out of the sum: 2^-168 x inf.
+        first, then = lax.optimization_barrier((first, then))
         parts = _squares(leaves, first, then)
         total = parts.sum()
         return _kinds(parts), jnp.where(large, _large(total, inverse), _small(total, inverse))
