@@ -50,8 +50,10 @@ class Worker:
     def __init__(self, tree: Path, suite: str) -> None:
         self.tree, (self.folder, _, backend) = tree, suite.partition("-")
         self.log = tree.with_name(f"{tree.name}.log")
+        room = tree.with_name("tmp")  # children leave behind what tests remove at their exit
+        room.mkdir(exist_ok=True)
         # A .pyc would hide a fault of the same length.
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", "TMPDIR": str(room)}
         self.process = subprocess.Popen(
             [python_of(suite), Path(__file__).with_name("warm.py"), *_WARM[self.folder]],
             env={**env, "KERAS_BACKEND": backend} if backend else env,
