@@ -473,7 +473,7 @@ def test_a_rank_without_gradients_takes_part(name):
         assert verdicts(each["rows"]) == [CLEAN, BAD_LOSS, CLEAN, BAD_LOSS]
         norms = [n for n in each["norms"] if not math.isnan(n)]
         assert norms == pytest.approx([math.sqrt(18)] * 2)
-    assert said[1]["rows"][1][3] == ["a parameter of shape (2,) (inf)"]
+    assert said[1]["rows"][1][3] == ["parameter 0 of shape (2,) (inf)"]
     assert said[1]["rows"][3][3] == ["a parameter on another rank (inf)"]
 
 
