@@ -75,9 +75,11 @@ class Session:
         every: int | None = 50,
         rule: str | None = None,
         rerun: bool = True,
+        source: bool = True,
     ) -> None:
         if rule is not None:
             parse(rule)
+        self._places = Places(source=source)
         self.path = journal.path
         self.rerun = rerun
         self._journal = journal
@@ -112,7 +114,7 @@ class Session:
         from .observe.patches import Patches
         from .observe.torch.hooks import Hooks
 
-        self._hooks = Hooks(self._recorder, rerun=self.rerun)
+        self._hooks = Hooks(self._recorder, rerun=self.rerun, places=self._places)
         self._undo.append(self._hooks.remove)
         if self._recorder.rule is not None:
             from .observe.torch.exchange import exchange
@@ -132,7 +134,9 @@ class Session:
         self.what_was_seen = self._seen()
         if not self._recorder.channels:
             self._journal.event("note", code="nothing", text=self.what_was_seen)
-        facts = ending(error, Places().place, status)
+        facts = ending(error, self._places.place, status)
+        self._places.write_source(self._recorder)
+        self._recorder.flush()
         self._journal.event("end", **facts)
         if isinstance(error, Exception):
             text = f"ended by {facts['type']}: {facts['message']}"[:200]
@@ -187,6 +191,7 @@ def record(
     every: int = 50,
     rule: str | None = None,
     rerun: bool = True,
+    source: bool = True,
 ) -> Session:
     """Records the training inside a `with` block, and changes nothing in it.
 
@@ -196,6 +201,7 @@ def record(
     | `every` | steps between two samples of each parameter's gradient |
     | `rule` | another rule than the code's: the one thing that is exchanged |
     | `rerun` | once a loss is not finite, run its forward pass again to find the cause |
+    | `source` | record the lines of your code that the findings are about |
 
     torch's scalers and optimizers are watched by hooks, which are removed at the end; those of
     gradlift record by themselves if they are made inside the block.
@@ -208,7 +214,8 @@ def record(
     >>> session.run.steps[0].amax, session.doctor() == []
     (2.0, True)
     """
-    return Session(Journal(_place(path, sys.argv)), every=every, rule=rule, rerun=rerun)
+    journal = Journal(_place(path, sys.argv))
+    return Session(journal, every=every, rule=rule, rerun=rerun, source=source)
 
 
 def _place(path: str | os.PathLike[str] | None, command: Sequence[str]) -> Path:

@@ -9,6 +9,7 @@ import pytest
 from observe.running import PYTHON, SCRIPTS, SMALL, TORCHRUN, gradlift, recorded, start, torchrun
 
 from gradlift import Cause, Verdict, read_journal
+from gradlift.analysis.source import line_at, source_of
 
 # A suite that was started in the background ignores Ctrl-C, and its children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -430,3 +431,21 @@ def test_a_script_that_probes_is_recorded_too(tmp_path):
     assert done.returncode == 0, done.err
     (seen,) = read_journal(recorded(tmp_path)).probes
     assert {"0", "2"} <= set(seen.modules)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-source"]])
+def test_lines_of_the_script_are_recorded(tmp_path, options):
+    text = [*SMALL.splitlines(), "for _ in range(3):", "    step()", "raise KeyError('end')"]
+    (tmp_path / "script.py").write_text("\n".join(text))
+    gradlift("run", "-q", "--no-report", *options, "script.py", cwd=tmp_path)
+    run = read_journal(recorded(tmp_path))
+    source = source_of(run)
+    if options:
+        assert source == {}
+        return
+    assert list(source) == ["script.py"]
+    assert all(text[n - 1] == line for n, line in source["script.py"].items())
+    places = {call.place for calls in run.calls for call in calls.order if call.place}
+    assert len(places) > 3
+    assert all(line_at(source, place) is not None for place in places)
+    assert source["script.py"][len(text)] == "raise KeyError('end')"

@@ -48,6 +48,7 @@ class ScriptCommand(click.Command):
     is_flag=True,
     help="Once a loss is not finite, do not run its forward pass again to find the cause.",
 )
+@click.option("--no-source", is_flag=True, help="Do not record lines of the script's code.")
 @click.option("--apex", is_flag=True, help="`import apex` gives gradlift's amp and fp16_utils.")
 @click.option("--runs-dir", default=RUNS, show_default=True, type=Path)
 @click.option("--name", help="Name of the run's folder. [default: script and time]")
@@ -59,6 +60,7 @@ def run(
     rule: str | None,
     every: int,
     no_rerun: bool,
+    no_source: bool,
     apex: bool,
     runs_dir: Path,
     name: str | None,
@@ -89,7 +91,13 @@ def run(
     status: list[Sink] = [Status(quiet)] if rank == 0 else []
     journal = Journal(_folder.journal_of(folder, rank), also=status)
     journal.describe(mode="run", command=list(command), every=every, world_size=world)
-    session = Session(journal, every=every if rank == 0 else None, rule=rule, rerun=not no_rerun)
+    session = Session(
+        journal,
+        every=every if rank == 0 else None,
+        rule=rule,
+        rerun=not no_rerun,
+        source=not no_source,
+    )
     process = os.getpid()
     with session:
         ending = _script.run(command)

@@ -127,6 +127,7 @@ def rows(run: Run, marks: list[Mark]) -> list[EventRow]:
     ]
     apart = ("skip", "retry", "halt", "optimizer", "trained")
     others = [e for e in run.events if e.what not in apart or e.step is None]
+    others = [e for e in others if e.what != "source"]
     shown = [others[i] for i in spread(len(others), MOST_ROWS)]
     rest = [EventRow(e.step, e.step, e.what, _of_event(e)) for e in shown]
     if len(shown) < len(others):

@@ -39,9 +39,9 @@ class CallOrder:
     [(['backward', 'step'], 2)]
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, places: Places | None = None) -> None:
         self.recorder = recorder
-        self.places = Places()
+        self.places = places or Places()
         self.window: list[Call] = []
         self.orders: dict[tuple[Call, ...], tuple[int, int]] = {}
         """First step and count of each order."""
@@ -127,6 +127,7 @@ class CallOrder:
         elif len(self.orders) < _MOST_ORDERS:
             self.orders[order] = step, 1
             self.recorder.calls(step, order, 1)
+            self.places.write_source(self.recorder)
 
     def close(self, step: int) -> None:
         """Writes a window that has no end, and how often each order was seen."""

@@ -227,6 +227,7 @@ class FirstBad:
         if origin not in self.known:
             self.known.add(origin)
             self.recorder.event("origin", step, **origin._asdict())
+            self.places.write_source(self.recorder)
 
     def _note(self, text: str) -> None:
         self.recorder.event("note", None, code="untraced", text=text)

@@ -32,6 +32,7 @@ from ...torch.names import culprits, name_apart
 from ...torch.scaler.finite_check import dense, device_look, look
 from ...torch.scaler.statistics import statistics
 from ..patches import Patches
+from ..places import Places
 from .call_hooks import install
 from .calls import parameters_of
 from .first_bad import FirstBad
@@ -64,7 +65,9 @@ class Hooks:
     (1, [-0.5, -0.5])
     """
 
-    def __init__(self, recorder: Recorder, *, rerun: bool = False) -> None:
+    def __init__(
+        self, recorder: Recorder, *, rerun: bool = False, places: Places | None = None
+    ) -> None:
         self.recorder = recorder
         self.lines: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
         """By scaler, and by optimizer without one."""
@@ -82,7 +85,7 @@ class Hooks:
         self.counted: Line | Count | None = None  # whose loss comes next
         self.counts: WeakKeyDictionary[Any, Count] = WeakKeyDictionary()
         """The steps of gradlift's own scalers."""
-        self.sampling = Sampling(recorder, self._named)
+        self.sampling = Sampling(recorder, self._named, places)
         self.calls = self.sampling.calls
         self.first_bad = FirstBad(recorder, self.calls.places) if rerun else None
         self.bare = 0

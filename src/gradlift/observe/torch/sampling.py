@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...journal import Recorder
+from ..places import Places
 from . import weights
 from .calls import CallOrder, parameters_of
 from .forward import Forward
@@ -29,9 +30,14 @@ _SHOWN = 20  # names in a list
 class Sampling:
     """What is looked at in the current window, and the calls in it."""
 
-    def __init__(self, recorder: Recorder, names: Callable[[Any], dict[int, str]]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        names: Callable[[Any], dict[int, str]],
+        places: Places | None = None,
+    ) -> None:
         self.recorder, self.names = recorder, names
-        self.calls, self.forward = CallOrder(recorder), Forward()
+        self.calls, self.forward = CallOrder(recorder, places), Forward()
         self.every = max(1, recorder.every // _PER_SAMPLE) if recorder.every else 0
         self.windows = 0
         self.weighed: tuple[Any, weights.WeightLook] | None = None
