@@ -355,8 +355,8 @@ CORE = (
     ),
     Mutant(
         "journal/recorder.py",
-        "_current is not None and _current[0] == os.getpid()",
-        "_current is not None",
+        "after_in_child=lambda: set_current(None)",
+        "after_in_child=lambda: None",
         "a forked child is no part of the run",
         "test_recorder.py::test_a_forked_child_is_no_part_of_the_run",
     ),

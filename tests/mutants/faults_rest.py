@@ -81,7 +81,7 @@ OBSERVE = (
     ),
     Mutant(
         "observe/torch/hooks.py",
-        "if line is None or name in line.within:",
+        "if line is None or method in line.within:",
         "if line is None:",
         "a step of a scaler that calls its parent is recorded once",
         "test_hooks.py::test_a_scaler_of_ones_own_that_calls_its_parent",

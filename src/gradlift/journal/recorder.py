@@ -27,7 +27,7 @@ _LAST_EVENTS = 64
 depth = 0
 """How many scalers or engines are inside their `step`. Hooks on optimizers record nothing there."""
 
-_current: tuple[int, Recorder] | None = None
+_current: Recorder | None = None
 
 
 class Recorder:
@@ -100,13 +100,17 @@ def current() -> Recorder | None:
     >>> current() is None
     True
     """
-    return _current[1] if _current is not None and _current[0] == os.getpid() else None
+    return _current
 
 
 def set_current(recorder: Recorder | None) -> None:
     """Every scale made from now on records to `recorder` too."""
     global _current
-    _current = None if recorder is None else (os.getpid(), recorder)
+    _current = recorder
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=lambda: set_current(None))
 
 
 def channel(

@@ -75,10 +75,13 @@ class Places:
 
     def of(self, frame: types.FrameType | None) -> str:
         """The innermost line of the script that is being executed; "" if there is none."""
+        known = self._own
         while frame is not None:
-            shown = self.place(frame.f_code.co_filename, frame.f_lineno)
-            if shown is not None:
-                return shown
+            file = frame.f_code.co_filename
+            if known.get(file, True):
+                shown = self.place(file, frame.f_lineno)
+                if shown is not None:
+                    return shown
             frame = frame.f_back
         return ""
 

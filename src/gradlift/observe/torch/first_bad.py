@@ -58,12 +58,12 @@ class FirstBad:
         plain_call = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return plain_call(module, *args, **kwargs)
+            finder = self.finder
+            if (self.depth and finder is None) or torch.compiler.is_compiling():
+                return plain_call(module, *args, **kwargs)  # inside another, nobody is looking
             if self.depth == 0 and torch.is_grad_enabled():
                 self.remember(module, args, kwargs)
             self.depth += 1
-            finder = self.finder
             if finder is not None:
                 finder.modules.append(module)
             try:

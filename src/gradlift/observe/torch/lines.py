@@ -51,7 +51,8 @@ class Losses:
     def add(self, outputs: Any) -> None:
         if isinstance(outputs, Tensor):
             self.half = self.half or outputs.dtype is torch.float16
-            self.values.append(value(outputs.detach().float().sum()))
+            one = outputs.numel() == 1
+            self.values.append(value(outputs.detach() if one else outputs.detach().float().sum()))
         elif isinstance(outputs, (list, tuple)):
             for each in outputs:
                 self.add(each)
@@ -60,8 +61,7 @@ class Losses:
 
     @property
     def finite(self) -> bool:
-        """As far as is known without waiting for a device."""
-        return all(isinstance(x, Tensor) or math.isfinite(x) for x in self.values)
+        return are_finite(self.values)
 
 
 class Seen:
@@ -172,9 +172,10 @@ class Line:
             weights = [bad for seen in window for bad in seen.weights_nonfinite()]
             notes += [weights_nonfinite(weights)] if weights else []
         rule = self.channel.rule
-        known = bool(values) and losses.known and world_size(None) <= 1
-        before = ScaleState(scale)
-        cause = Cause(cause_of(reading, before, rule, loss_known=known))
+        before, cause = ScaleState(scale), Cause.NONE
+        if nonfinite or level or not checked:
+            known = bool(values) and losses.known and world_size(None) <= 1
+            cause = Cause(cause_of(reading, before, rule, loss_known=known))
         finished = Finished(
             step,
             before,
@@ -213,6 +214,11 @@ class Sent:
             self.event.synchronize()
         read = iter(self.host.tolist())
         return [next(read) if isinstance(x, Tensor) else float(x) for x in self.numbers]
+
+
+def are_finite(numbers: Sequence[Number]) -> bool:
+    """As far as is known without waiting for a device."""
+    return all(isinstance(x, Tensor) or math.isfinite(x) for x in numbers)
 
 
 def is_late(numbers: Sequence[Number], *, forced: bool = False) -> bool:
