@@ -107,9 +107,7 @@ def work(task: str, mode: str, folder: str) -> None:
             import gradlift
 
             path = Path(folder) / f"{mode}.jsonl"
-            session = around.enter_context(
-                gradlift.record(path, every=PERIOD, rerun=mode == "all")
-            )
+            session = around.enter_context(gradlift.record(path, every=PERIOD, rerun=mode == "all"))
             if mode == "grads":
                 session._hooks.sampling.every = 0
         step = gpt(variant) if model == "gpt" else mlp(variant)

@@ -148,6 +148,132 @@ for i in range(8):
 everything(model, optimizer, plugin)
 """
 
+ACCUMULATION = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+for i in range(24):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(4, 4)).float().square().mean() / 3
+    scaler.scale(loss * (float("nan") if i == 7 else 1.0)).backward()
+    if i % 3 == 2:
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=False)
+        print(loss.item(), scaler.get_scale(), schedule.get_last_lr())
+everything(model, optimizer, scaler, schedule)
+"""
+
+EMA = """
+import copy
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+ema = torch.optim.swa_utils.AveragedModel(
+    model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+)
+teacher = copy.deepcopy(model).eval()
+for i in range(12):
+    optimizer.zero_grad()
+    x = torch.randn(4, 4)
+    with torch.no_grad():
+        wanted = teacher(x)
+    loss = (model(x) - wanted).square().mean() + 0.1 * (model(x) - ema(x)).abs().mean()
+    loss.backward()
+    optimizer.step()
+    ema.update_parameters(model)
+    print(loss.item(), ema.module[0].weight.sum().item())
+everything(model, ema, teacher, optimizer)
+"""
+
+TORCHAO = """
+from torchao.optim import AdamW8bit
+torch.compiler.set_stance("force_eager")  # its step is compiled, which takes minutes
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64))
+optimizer = AdamW8bit(model.parameters(), lr=1e-2, bf16_stochastic_round=True)
+model.bfloat16()
+for i in range(8):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 64).bfloat16()).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+states = [
+    part.dequantize() if hasattr(part, "dequantize") else part
+    for p in model.parameters() for _, part in sorted(optimizer.state[p].items())
+]
+everything(model, states)
+"""
+
+COMPILED = """
+class Log(nn.Module):
+    def forward(self, x, bad):
+        return x + torch.log(x * 0 + 1 - bad)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.log = model, nn.BatchNorm1d(1), Log()
+    def forward(self, x, bad):
+        return self.log(self.norm(self.body(x)), bad)
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+compiled = torch.compile(model, backend="{backend}")
+for i in range(8):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = compiled(torch.randn(4, 4), torch.tensor(float(i == 3))).float().square().mean()
+    scaler.scale(loss * (float("nan") if i == 5 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item(), scaler.get_scale())
+print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+everything(model, optimizer, scaler)
+"""
+
+# The forward pass of the bad step draws random numbers of three kinds, moves buffers, and prints.
+RERUN = """
+import logging
+logging.basicConfig(stream=sys.stdout)
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.count = nn.BatchNorm1d(8), 0
+        self.register_buffer("seen", torch.zeros(()))
+    def forward(self, x):
+        self.seen += 1
+        logging.getLogger().warning("logged %s", float(self.seen))
+        self.calls = getattr(self, "calls", 0) + 1
+        print("forward", float(self.seen), file=sys.stderr if x.sum() > 0 else sys.stdout)
+        x = self.norm(x) * random.random() + numpy.random.rand() + torch.rand(())
+        bad = self.calls in (4, 7)
+        return torch.log(x * 0) * 0 if bad else x + ({zero})
+model = nn.Sequential(nn.Linear(4, 8), Odd(), nn.Dropout(0.5), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+for i in range(12):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 4)).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(i, loss.item(), scaler.get_scale(), torch.rand(()), random.random(), numpy.random.rand())
+everything(model, optimizer, scaler)
+"""
+
+# Trainers with the scaler of torch that they bring along.
+PLAIN_ACCELERATE = ACCELERATE.replace(
+    "from gradlift.integrations.accelerate import install\n", ""
+).replace(
+    'install(accelerator, rule="auto")',
+    'accelerator.scaler = torch.amp.GradScaler("cpu", 2.0**10)',
+)
+PLAIN_LIGHTNING = LIGHTNING.replace(
+    "gradlift.integrations.lightning", "lightning.pytorch.plugins"
+).replace('"cpu", rule="auto"', '"cpu", torch.amp.GradScaler("cpu", 2.0**10)')
+PLAIN_FABRIC = FABRIC.replace("gradlift.integrations.fabric", "lightning.fabric.plugins").replace(
+    '"cpu", init_scale=2.0**30', '"cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)'
+)
+
 SHARDED = """
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -178,6 +304,15 @@ CASES = {  # script, steps, keys
     "accelerate": (ACCELERATE, 8, {""}),
     "lightning": (LIGHTNING, 8, {""}),
     "fabric": (FABRIC, 8, {""}),
+    "accumulation": (ACCUMULATION, 8, {""}),
+    "EMA": (EMA, 12, {""}),
+    "torchao": (TORCHAO, 8, {""}),
+    "compiled": (COMPILED.format(backend="aot_eager"), 8, {""}),
+    "run again": (RERUN.format(zero="0"), 12, {""}),
+    "run again, backward": (RERUN.format(zero="(x * 0).sqrt() * (i > 7)"), 12, {""}),
+    "accelerate with torch's scaler": (PLAIN_ACCELERATE, 8, {""}),
+    "lightning with torch's scaler": (PLAIN_LIGHTNING, 8, {""}),
+    "fabric with torch's scaler": (PLAIN_FABRIC, 8, {""}),
 }
 
 

@@ -1,6 +1,6 @@
 """When a loss or a gradient is not finite: which operation, input, buffer or weight was the first?
 
-    inputs -> buffers -> the forward pass once more -> the next steps, watched
+    inputs -> the forward pass once more -> buffers -> the next steps, watched
 
 The forward pass is run again under a `Finder`; random states and buffers are put back, what it
 prints is dropped. What lies outside modules, and the backward pass, can only be seen when it
@@ -10,9 +10,9 @@ happens again: so the next few steps are watched.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...journal import Recorder
 from ...torch.nested import tensors
-from ...torch.scaler.retrying import Replay
+from ...torch.ranks.sharding import local
 from ..patches import Patches
 from ..places import Places
+from .calls import parameters_of
 from .finder import Finder, Origin, in_graph
+from .forward import has_compiled
+from .rerunning import as_it_was, silence
 
 _WATCHED = 12  # steps after a bad one
 _WATCHED_LOST = 40  # if weights are not finite: nothing is trained any more
@@ -41,6 +44,8 @@ class ModuleCall(NamedTuple):
     autocast: list[torch.autocast]
     versions: list[int]
     """Of the tensors it was given: one that was changed since is no longer what it was."""
+    steps: int
+    """Of optimizers, before it: a step since may have changed its weights."""
 
 
 class FirstBad:
@@ -53,8 +58,13 @@ class FirstBad:
         self.finder: Finder | None = None
         """While it is entered: the modules that are called are noted in it."""
         self.anomaly: Any = None
+        self.answered = False
+        """Was the cause found, and has no loss been finite since?"""
         self.calls: list[ModuleCall] = []
         self.known: set[Origin] = set()
+        self.steps = 0
+        self.stepped: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """The last step of each optimizer."""
         plain_call = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -89,18 +99,24 @@ class FirstBad:
             for d in devices
             if torch.is_autocast_enabled(d)
         ]
-        versions = [-1 if t.is_inference() else t._version for t in given]
-        self.calls.append(ModuleCall(module, args, kwargs, modes, versions))
+        versions = versions_of(given)
+        self.calls.append(ModuleCall(module, args, kwargs, modes, versions, self.steps))
+
+    def weights_written(self, optimizer: Any) -> None:
+        """After a step of an optimizer."""
+        self.steps += 1
+        self.stepped[optimizer] = self.steps
 
     # A loss that is not finite
 
     def loss(self, losses: list[Tensor], step: int) -> None:
         """Before the backward pass of a loss that is not finite."""
-        if self.searches >= _SEARCHES or self.finder is not None:
+        if self.answered or self.searches >= _SEARCHES or self.finder is not None:
             return
         self.searches += 1
         origin = next(self._search(), None) or in_graph(losses, self.places)
         if origin is not None:
+            self.answered = True
             self._tell(origin, step)
         else:
             self.watched = _WATCHED_LOST if self._weights_bad() else _WATCHED
@@ -110,43 +126,55 @@ class FirstBad:
 
     def _search(self) -> Iterator[Origin]:
         for call in self.calls:
-            if why := _spread(call.module):
-                self._note(f"the forward pass was not run again: {why}")
-                return
             given = tensors((call.args, call.kwargs))
             for i, t in enumerate(given):
                 kind = "" if t.grad_fn is not None else kind_of(t)  # what was computed is no data
                 if kind:
                     yield Origin(kind, "input", input=_at(t, i, len(given)))
                     return
-            for name, buffer in call.module.named_buffers():
-                if buffer.is_floating_point() and (kind := kind_of(buffer)):
-                    yield Origin(kind, "buffer", name)
-                    return
-            if [-1 if t.is_inference() else t._version for t in given] != call.versions:
-                self._note("an input was changed in place since: nothing was run again")
+            if why := self._why_not(call):
+                self._note(f"the forward pass was not run again: {why}")
                 return
             found = self._again(call)
             if found is not None:
                 yield found
                 return
+            if any(map(kind_of, given)):
+                continue  # its buffers may have been poisoned by this very pass
+            for name, buffer in call.module.named_buffers():
+                if kind := kind_of(buffer):
+                    yield Origin(kind, "buffer", name)
+                    return
+
+    def _why_not(self, call: ModuleCall) -> str:
+        """Why a call cannot be made once more; "" if it can."""
+        if why := _spread(call.module):
+            return why
+        if versions_of(tensors((call.args, call.kwargs))) != call.versions:
+            return "an input was changed in place since"
+        weights = {id(p) for p in call.module.parameters()}
+        for optimizer, step in self.stepped.items():
+            if step > call.steps and any(id(p) in weights for p in parameters_of(optimizer)):
+                return "its weights were changed since"
+        return ""
 
     def _again(self, call: ModuleCall, *, backward: bool = False) -> Origin | None:
         """Makes a call once more, and puts everything back. With `backward` its outputs are
         differentiated as well, with a gradient of ones; no `.grad` is changed."""
         module: Any = call.module.module if _is_ddp(call.module) else call.module
         finder = Finder(self.places)
-        finder.names = {m: name for name, m in module.named_modules() if name}
-        after = Replay(module)
+        finder.names = _names([module])
         self.finder, self.depth = finder, self.depth + 1
         try:
             with torch.set_grad_enabled(backward), contextlib.ExitStack() as around:
                 if backward:
                     around.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+                if has_compiled():
+                    around.enter_context(torch.compiler.set_stance("force_eager"))
                 for mode in call.autocast:
                     around.enter_context(mode)
-                around.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                around.enter_context(contextlib.redirect_stderr(io.StringIO()))
+                around.enter_context(as_it_was(module))
+                around.enter_context(silence())
                 around.enter_context(finder)
                 out = module(*call.args, **call.kwargs)
                 if backward:
@@ -155,11 +183,12 @@ class FirstBad:
             self._note(f"the forward pass could not be run again: {error!r:.200}")
         finally:
             self.finder, self.depth = None, self.depth - 1
-            after.restore()
         return finder.origin()
 
     def buffers(self, modules: Any, step: int) -> None:
         """In a sampled step: are the buffers of these modules finite?"""
+        if self.answered:
+            return  # a pass whose cause is known has poisoned them
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and (kind := kind_of(buffer)):
@@ -176,7 +205,8 @@ class FirstBad:
             return  # the scale may be too high
         self.searches += 1
         for call in self.calls:
-            if _spread(call.module):
+            if why := self._why_not(call):
+                self._note(f"the backward pass was not run again: {why}")
                 return
             origin = self._again(call, backward=True)
             if origin is not None:
@@ -194,13 +224,16 @@ class FirstBad:
     # Watched steps
 
     def begin(self) -> None:
-        """Begins a window: it is watched if one before it was bad."""
-        if self.watched and self.finder is None and not _get_current_dispatch_mode_stack():
+        """Begins a window: it is watched if one before it was bad. Compiled code would be compiled
+        anew for that, and round differently."""
+        if not self.watched or self.finder is not None or has_compiled():
+            return
+        if any(_spread(call.module) for call in self.calls):
+            return
+        if not _get_current_dispatch_mode_stack():
             self.watched -= 1
             self.finder = Finder(self.places)
-            self.finder.names = {
-                m: name for call in self.calls for name, m in call.module.named_modules() if name
-            }
+            self.finder.names = _names([call.module for call in self.calls])
             self.anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
             self.finder.__enter__()
 
@@ -233,6 +266,16 @@ class FirstBad:
         self.recorder.event("note", None, code="untraced", text=text)
 
 
+def _names(modules: list[nn.Module]) -> dict[nn.Module, str]:
+    """Dotted paths, without the part that `torch.compile` adds."""
+    return {
+        m: path
+        for module in modules
+        for name, m in module.named_modules()
+        if (path := name.removeprefix("_orig_mod").removeprefix("."))
+    }
+
+
 def _differentiate(module: nn.Module, outputs: list[Tensor]) -> None:
     outputs = [t for t in outputs if t.requires_grad]
     params = [p for p in module.parameters() if p.requires_grad]
@@ -243,9 +286,15 @@ def _differentiate(module: nn.Module, outputs: list[Tensor]) -> None:
 
 def kind_of(t: Tensor) -> str:
     """ "nan" or "inf" if a tensor is not finite, else ""."""
+    t = local(t)  # the whole of it would need the other ranks
     if not t.is_floating_point() or bool(torch.isfinite(t).all()):
         return ""
     return "nan" if bool(torch.isnan(t).any()) else "inf"
+
+
+def versions_of(given: list[Tensor]) -> list[int]:
+    """How often each was changed in place; -1 where torch does not count."""
+    return [-1 if t.is_inference() else t._version for t in given]
 
 
 def _at(t: Tensor, i: int, of: int) -> str:
@@ -266,6 +315,8 @@ def _spread(module: nn.Module) -> str:
         for kind in type(m).__mro__:
             if kind.__name__ in _SPREAD:
                 return f"other ranks take part in it ({kind.__name__})"
+            if kind is torch.jit.ScriptModule:
+                return "it is compiled by TorchScript"
     if any(type(p).__name__ == "DTensor" for p in module.parameters()):
         return "its parameters are spread over ranks"
     return ""

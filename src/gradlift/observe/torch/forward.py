@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from ...torch.names import outermost
 from ...torch.nested import tensors
+from ...torch.ranks.sharding import local
 
 
 class Forward:
@@ -43,9 +44,16 @@ class Forward:
         return self.handle is not None
 
     def begin(self) -> None:
-        self.compiled = self.compiled or _has_compiled()
+        self.compiled = self.compiled or has_compiled()
         if self.handle is None and not self.compiled:
             self.handle = register_module_forward_hook(self._look)
+
+    def will_compile(self, what: Any) -> None:
+        """Before `torch.compile`: code is not to be compiled with our hook in it."""
+        self.compiled = self.compiled or isinstance(what, nn.Module)
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -62,7 +70,7 @@ class Forward:
         if not found or found[0] is self.last:  # a container returns what its last child returned
             return
         self.last = found[0]
-        t = found[0].detach()
+        t = local(found[0].detach())
         low, high = torch.aminmax(t)
         peak = torch.maximum(-low, high).float()
         zeros = t.numel() - torch.count_nonzero(t)
@@ -112,6 +120,7 @@ class Forward:
                 self.names[module] = name
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
+    """Has torch compiled anything in this process?"""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters["frames"]["total"])

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from ...journal import Channel, Recorder, current, recorder
 from ...rules import Off
 from ...torch.names import culprits, name_apart
+from ...torch.ranks.sharding import local
 from ...torch.scaler.finite_check import dense, device_look, look
 from ...torch.scaler.statistics import statistics
 from ..patches import Patches
@@ -114,6 +115,7 @@ class Hooks:
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
+        self.patches.attribute(torch, "compile", self._compile(torch.compile))
         self._wrap_own_scaler()
         install(self.patches, self.calls)
 
@@ -339,6 +341,8 @@ class Hooks:
     def _end(self, optimizer: Any, frame: types.FrameType) -> None:
         self.sampling.after_step(optimizer, self.counted.steps if self.counted else 0)
         self.calls.stepped_with(optimizer)
+        if self.first_bad is not None:
+            self.first_bad.weights_written(optimizer)
         if recorder.depth or id(frame) != self.frame:
             return
         self.frame = 0
@@ -382,8 +386,20 @@ class Hooks:
         for optimizer, seen in list(self.looked.items()):
             if not seen.unscaled:
                 del self.looked[optimizer]  # its gradients change now
-        if self.first_bad is not None and not are_finite(self.losses.values[known:]):
+        if self.first_bad is None or not losses:
+            return
+        if are_finite(self.losses.values[known:]):
+            self.first_bad.answered = False
+        else:
             self.first_bad.loss(losses, self.counted.steps if self.counted is not None else 0)
+
+    def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self.sampling.forward.will_compile(model)
+            return original(model, *args, **kwargs)
+
+        return compile
 
     # Clipping
 
@@ -500,7 +516,7 @@ def _may_be_finite(params: list[Tensor]) -> bool:
     it began, and one small tensor costs next to nothing."""
     for p in params:
         if p.numel() <= _SMALL and p.grad is not None and p.grad.layout is torch.strided:
-            return math.isfinite(p.grad.sum())
+            return math.isfinite(local(p.grad).sum())
     return True
 
 

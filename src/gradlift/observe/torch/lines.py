@@ -33,6 +33,7 @@ from ...rules import Backoff, Rule, ScaleState, preset
 from ...rules.base import is_power_of_two
 from ...torch.names import culprits_by_peak, nonfinite_weights
 from ...torch.ranks.agreement import world_size
+from ...torch.ranks.sharding import local
 from ...torch.scaler.finite_check import Inspection
 
 Number = float | Tensor
@@ -51,8 +52,8 @@ class Losses:
     def add(self, outputs: Any) -> None:
         if isinstance(outputs, Tensor):
             self.half = self.half or outputs.dtype is torch.float16
-            one = outputs.numel() == 1
-            self.values.append(value(outputs.detach() if one else outputs.detach().float().sum()))
+            own = local(outputs.detach())
+            self.values.append(value(own if own.numel() == 1 else own.float().sum()))
         elif isinstance(outputs, (list, tuple)):
             for each in outputs:
                 self.add(each)

@@ -1,0 +1,252 @@
+"""The forward pass of a bad step, made once more: what it names, what it leaves as it was, and when
+it is not made."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradlift
+
+
+class Part(nn.Module):
+    """Applies a function, and counts how often it was called."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f, self.calls = f, []
+
+    def forward(self, x):
+        self.calls.append(1)
+        return self.f(x)
+
+
+def log(x):
+    return torch.log(x * 0) * 0
+
+
+def net(f):
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Part(f), nn.Linear(4, 1))
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains on the given inputs under a recording; returns its events by kind."""
+
+    def train(model, *inputs, between=lambda optimizer: None, scale=None, **more):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", scale or 1.0, enabled=scale is not None)
+        with gradlift.record(tmp_path / "run.jsonl", **more) as session:
+            for x in inputs:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                between(optimizer)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        events = session.run.events
+        assert not [e for e in events if e.detail.get("code") == "observer"]
+        notes = [e.detail["text"] for e in events if e.detail.get("code") == "untraced"]
+        return [(e.step, e.detail) for e in events if e.what == "origin"], notes
+
+    return train
+
+
+def line_of(f):
+    return f"test_first_bad.py:{f.__code__.co_firstlineno + 1}"
+
+
+def test_operation_module_value_and_line_of_a_forward_pass(train):
+    [(step, origin)], _ = train(net(log), torch.randn(3, 4))
+    assert (step, origin["found"], origin["where"]) == (0, "inf", "forward")
+    assert (origin["module"], origin["op"], origin["input"]) == ("2", "log", "0 in the input")
+    assert origin["place"].endswith(line_of(log))
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 2.0**10], ids=["no scaler", "scale 1", "scale 2^10"])
+def test_operation_value_and_line_of_a_backward_pass(scale, train):
+    def sqrt(x):
+        return x + (x * 0).sqrt()
+
+    origins, _ = train(net(sqrt), *[torch.randn(3, 4)] * 4, scale=scale)
+    step, origin = origins[0]
+    assert step == (2 if scale == 2.0**10 else 0)  # a scale may be too high at first
+    assert (origin["found"], origin["where"]) == ("nan", "backward") or origin["found"] == "inf"
+    assert origin["op"] == "SqrtBackward0"
+    assert origin["place"].endswith(line_of(sqrt))
+
+
+def test_a_bad_input_and_where_in_the_batch(train):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.body(x["first"] + x["second"])
+
+    good, bad = torch.ones(3, 4), torch.ones(3, 4)
+    bad[2, 1] = float("nan")
+    [(_, origin)], _ = train(Two(), {"first": good, "second": bad})
+    assert (origin["found"], origin["where"]) == ("nan", "input")
+    assert origin["input"] == "input 2 of 2, 1 of 12 elements, first at [2, 1]"
+
+
+def test_a_bad_buffer(train):
+    model = net(lambda x: x)
+    model.append(nn.BatchNorm1d(1).eval())
+    model[4].running_mean.fill_(float("inf"))
+    origins, _ = train(model, torch.randn(3, 4))
+    assert {(o["where"], o["module"]) for _, o in origins} >= {("buffer", "4.running_mean")}
+
+
+def test_a_buffer_that_the_bad_pass_itself_poisoned_is_not_blamed(train):
+    model = net(log).append(nn.BatchNorm1d(1))
+    [(_, origin)], _ = train(model, torch.randn(3, 4))
+    assert not model[4].running_mean.isfinite().any()
+    assert origin["op"] == "log"
+
+
+def test_everything_is_as_it_was(train, capsys, caplog):
+    """Also what backward needs: batch norm's graph holds its buffers."""
+
+    def odd(x):
+        print("forward")
+        logging.getLogger("odd").error("logged")
+        norm.kept = torch.rand(2) * random.random() * np.random.rand()
+        norm.count = getattr(norm, "count", 0) + 1
+        norm.register_buffer("late", norm.late + 1)
+        return log(x)
+
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    model = net(odd)
+    norm = model[1]
+    norm.register_buffer("late", torch.zeros(()))
+    before = {}
+
+    def between(_):
+        before.update(vars(norm), buffers=dict(norm._buffers), random=states())
+        before["values"] = {name: b.clone() for name, b in norm._buffers.items()}
+        before["versions"] = {name: b._version for name, b in norm._buffers.items()}
+
+    def after(_):  # a hook of the graph: runs in the backward pass, after the search
+        assert len(model[2].calls) == 2
+        assert states() == before["random"]
+        assert norm.kept is before["kept"]
+        assert norm.count == 1
+        assert vars(norm).keys() == before.keys() - {"buffers", "random", "values", "versions"}
+        assert all(norm._buffers[name] is b for name, b in before["buffers"].items())
+        assert {name: b._version for name, b in norm._buffers.items()} == before["versions"]
+        assert all(torch.equal(norm._buffers[name], b) for name, b in before["values"].items())
+        checked.append(1)
+
+    checked = []
+    model[3].weight.register_hook(after)
+    origins, _ = train(model, torch.randn(3, 4), between=between)
+    assert origins and checked
+    assert capsys.readouterr().out == "forward\n"
+    assert caplog.messages == ["logged"]
+
+
+def test_what_other_threads_print_meanwhile_is_not_lost(train, capsys):
+    import threading
+
+    def prints(x):
+        thread = threading.Thread(target=lambda: print("other thread"))
+        thread.start()
+        thread.join()
+        print("this one")
+        return log(x)
+
+    train(net(prints), torch.randn(3, 4))
+    assert capsys.readouterr().out.splitlines() == ["other thread", "this one", "other thread"]
+
+
+def test_never_a_second_time_for_the_same_cause(train):
+    model = net(log)
+    origins, _ = train(model, *[torch.randn(3, 4)] * 8, scale=1.0)
+    assert len(origins) == 1
+    assert len(model[2].calls) == 8 + 1
+
+
+def test_another_cause_is_searched_for(train):
+    def either(x):
+        return (x * 0).rsqrt() if len(part.calls) > 5 else log(x) if len(part.calls) < 4 else x
+
+    model = net(either)
+    part = model[2]
+    origins, _ = train(model, *[torch.randn(3, 4)] * 8, scale=1.0)
+    assert [o["op"] for _, o in origins] == ["log", "rsqrt"]
+
+
+def test_not_at_all_if_it_is_switched_off(train):
+    model = net(log)
+    assert train(model, *[torch.randn(3, 4)] * 4, scale=1.0, rerun=False) == ([], [])
+    assert len(model[2].calls) == 4
+
+
+def test_not_when_an_input_is_no_longer_what_it_was(train):
+    model, x = nn.Sequential(Part(lambda x: x + 0), *net(log)), torch.randn(3, 4)
+    _, notes = train(model, x, between=lambda _: x.mul_(2))
+    assert len(model[0].calls) == 1
+    assert notes == ["the forward pass was not run again: an input was changed in place since"]
+
+
+def test_not_when_weights_are_no_longer_what_they_were(train):
+    model, x = net(log), torch.randn(3, 4)
+
+    def stepped(optimizer):
+        model[0].bias.grad = torch.ones(4)
+        with torch.no_grad():
+            optimizer.step()
+
+    train(model, x, between=stepped)
+    assert len(model[2].calls) == 1
+    other = nn.Parameter(torch.ones(1, requires_grad=True))
+    other.grad = torch.ones(1)
+    model = net(log)
+    train(model, x, between=lambda _: torch.optim.SGD([other], lr=0.1).step())
+    assert len(model[2].calls) == 2  # another optimizer's weights
+
+
+def test_not_where_other_ranks_take_part(train):
+    model = net(log).append(nn.SyncBatchNorm(1))
+    _, notes = train(model, torch.randn(3, 4))
+    assert len(model[2].calls) == 1
+    assert "SyncBatchNorm" in notes[0]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel", "DDP"])
+def test_not_where_weights_are_spread_over_ranks(way, one_rank, train):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = net(log)
+    part = model[2]
+    if way == "FSDP2":
+        fully_shard(model, mesh=one_rank)
+    elif way == "tensor parallel":
+        model[1] = nn.Identity()
+        parallelize_module(model[0], one_rank, ColwiseParallel())
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    origins, notes = train(model, torch.randn(3, 4))
+    assert len(part.calls) == (2 if way == "DDP" else 1)  # each rank has a whole model there
+    if way == "DDP":
+        assert origins[0][1]["op"] == "log"
+    else:
+        wanted = "FSDPModule" if way == "FSDP2" else "spread over ranks"
+        assert any(wanted in note for note in notes)
