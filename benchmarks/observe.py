@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -116,7 +117,7 @@ def work(task: str, mode: str, folder: str) -> None:
             for _ in range(int(line)):
                 step()
                 times.append(time.process_time())
-            print(json.dumps([b - a for a, b in zip(times, times[1:])]), flush=True)
+            print(json.dumps([b - a for a, b in itertools.pairwise(times)]), flush=True)
 
 
 # All of them

@@ -164,7 +164,7 @@ class Hooks:
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         before = getattr(self, f"_before_{name.rstrip('_')}")
-        after = getattr(self, f"_after_{name.rstrip('_')}", None)
+        after: Any = getattr(self, f"_after_{name.rstrip('_')}", None)
 
         @functools.wraps(original)
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
