@@ -157,9 +157,9 @@ def test_shares_are_what_rounding_does(format):
 
 def test_summary_is_short():
     lines = report.summary(story()).splitlines()
-    assert len(lines) <= 10
-    assert lines[0].split() == ["steps", "40", "38", "applied"]
-    assert "2^16 -> 2^14" in lines[2]
+    assert len(lines) <= 20
+    assert lines[-7].split() == ["steps", "40", "38", "applied"]
+    assert "2^16 -> 2^14" in lines[-5]
 
 
 def no_number():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradlift import read_journal, record
-from gradlift.cli._apex import stand_in
+from gradlift.observe.apex_import import stand_in
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 RUN = (sys.executable, "-m", "gradlift", "run")

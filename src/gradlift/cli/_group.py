@@ -17,6 +17,7 @@ _COMMANDS = [
     "run",
     "report",
     "doctor",
+    "explain",
     "watch",
     "compare",
     "replay",

@@ -9,26 +9,37 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
-from ..analysis.coverage import coverage
-from ..analysis.diagnosis import SEVERITIES, Finding, diagnose
-from ..analysis.words import cause, power
-from ..journal import Event, Run, Step, read_journal
-from ..report.story import looks, verdict
-from ..text import visible
+from ..analysis.diagnosis import SEVERITIES, diagnose
+from ..analysis.words import power
+from ..journal import read_journal
+from ..report.doctor_json import SCHEMA, doctor_json, not_applied
+from ..report.screen import Line, in_full, screen
 
-_STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan"}
-_MOST_LINES = 6  # of skipped steps, so that the answer stays on the screen
-_NOT_APPLIED = ("skip", "retry", "halt")
+_STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan", "bold": "bold"}
+_LEAST_WIDTH = 40
+
+
+def _print_schema(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(SCHEMA.read_text(encoding="utf-8"), nl=False)
+        context.exit()
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Findings and events as JSON.")
+@click.option(
+    "--schema",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_schema,
+    help="The JSON Schema of --json; RUN is not needed.",
+)
 @click.option("--events", "every_event", is_flag=True, help="A line for each skipped step.")
-@click.option("-v", "--verbose", is_flag=True, help="Steps, parameters and how certain it is.")
+@click.option("-v", "--verbose", is_flag=True, help="Every finding in full.")
 @click.option(
     "--fail-on",
     type=click.Choice(["broken", "warning", "hint"]),
@@ -39,107 +50,32 @@ _NOT_APPLIED = ("skip", "retry", "halt")
 def doctor(run: Path, as_json: bool, every_event: bool, verbose: bool, fail_on: str) -> None:
     """Print what is wrong with RUN (a journal or a run's folder), most serious first.
 
+    That is one screen at most; -v shows every finding in full, --events each skipped step.
+
     The exit status is 0 if nothing of the severity of --fail-on was found, 1 if something was, and
     2 if RUN cannot be read.
     """
     read = read_journal(run)
     findings = diagnose(read)
     if as_json:
-        click.echo(json.dumps(_plain(read, findings, _not_applied(read)), indent=1))
+        click.echo(json.dumps(doctor_json(read, findings), indent=1, allow_nan=False))
     else:
-        _print(read, findings, every_event, verbose)
+        console = Console(highlight=False)
+        width = max(_LEAST_WIDTH, console.width)
+        for line in (in_full if verbose else screen)(read, findings, width):
+            console.print(_styled(line), soft_wrap=True)
+        for event in not_applied(read) if every_event else ():
+            console.print(Text(_line(event)), soft_wrap=True)
     worst = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
     sys.exit(1 if any(f.severity in worst for f in findings) else 0)
 
 
-def _not_applied(run: Run) -> list[dict[str, Any]]:
-    """Every skip, retry and halt: its step, cause, scale and culprits."""
-    return [_of(event) for event in run.events if event.what in _NOT_APPLIED]
-
-
-def _of(event: Event) -> dict[str, Any]:
-    detail = event.detail
-    return {
-        "step": event.step,
-        "what": event.what,
-        "cause": cause(detail.get("cause", "")),
-        "scale": detail.get("scale"),
-        "next_scale": detail.get("next_scale"),
-        "culprits": [str(c) for c in detail.get("culprits") or ()],
-        "micro_batch": detail.get("micro_batch"),
-        "key": detail.get("key", ""),
-    }
-
-
-def _plain(run: Run, findings: list[Finding], events: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "run": visible(str(run.path)),
-        "steps": len(run.steps),
-        "skipped": run.skipped,
-        "broken": any(f.severity == "broken" for f in findings),
-        "findings": [f._asdict() for f in findings],
-        "looked_at": coverage(run).looked,
-        "not_looked_at": coverage(run).not_looked,
-        "events": events,
-    }
-
-
-def _print(run: Run, findings: list[Finding], every_event: bool, verbose: bool) -> None:
-    console = Console(highlight=False)
-    console.print(Text(verdict(run, findings)[1], "bold"))
-    console.print(Text(f"{len(run.steps)} steps, {run.skipped} skipped\n"))
-    for finding in findings:
-        console.print(Text(f"{finding.severity:8}", _STYLES[finding.severity]), end="")
-        place = f"  {finding.place}" if finding.place else ""
-        console.print(Text(finding.title, "bold") + Text(place, "underline"))
-        shown = [finding.evidence]
-        if verbose:
-            shown += [_where(finding), f"{finding.kind}, {finding.confidence}"]
-        for part in (*shown, f"-> {finding.advice}" if finding.advice else ""):
-            if part:
-                console.print(Padding(Text(part), (0, 0, 0, 8)))
-        console.print()
-    for line in looks(run):
-        console.print(Text(line))
-    if every_event:
-        for event in _not_applied(run):
-            console.print(Text(_line(event)), soft_wrap=True)
-    elif run.skipped:
-        for line in _streaks(run):
-            console.print(Text(line), soft_wrap=True)
-
-
-def _streaks(run: Run) -> list[str]:
-    """Skipped steps: those in a row that have one cause share a line."""
-    lines = []
-    for key, steps in run.by_key.items():
-        name = f" [{key}]" if key else ""
-        streak: list[Step] = []
-        for step in [*steps, None]:
-            if step is not None and step.skipped and (not streak or step.cause is streak[-1].cause):
-                streak.append(step)
-                continue
-            if streak:
-                at = _steps(streak[0].step, streak[-1].step)
-                n = f", {len(streak)} steps" if len(streak) > 1 else ""
-                lines.append(f"skipped {at}: {streak[0].cause}{n}{name}")
-            streak = [step] if step is not None and step.skipped else []
-    if len(lines) > _MOST_LINES:
-        more = f"... and {len(lines) - _MOST_LINES + 1} more; --events shows each"
-        lines = [*lines[: _MOST_LINES - 1], more]
-    return lines
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first}-{last}"
-
-
-def _where(finding: Finding) -> str:
-    steps = ", ".join(map(str, finding.steps[:5])) + (", ..." if len(finding.steps) > 5 else "")
-    parts = [f"steps {steps}"] if finding.steps else []
-    if finding.parameters:
-        parts.append(", ".join(finding.parameters[:3]) + (", ..." * (len(finding.parameters) > 3)))
-    return "See " + "; ".join(parts) if parts else ""
+def _styled(line: Line) -> Text:
+    """A severity has a colour on a terminal; the title behind it is bold."""
+    if line.style not in SEVERITIES:
+        return Text(line.text, line.style)
+    severity, rest = line.text[: len(line.style)], line.text[len(line.style) :]
+    return Text.assemble((severity, _STYLES[line.style]), (rest, "bold"))
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -80,7 +80,7 @@ def run(
     if rule is not None:
         parse(rule)
     if apex:
-        from ._apex import stand_in
+        from ..observe.apex_import import stand_in
 
         stand_in(quiet)
     stem = _script.check(command)

@@ -1,4 +1,4 @@
-"""The report as plain text, and the ten lines at the end of a run."""
+"""The report as plain text."""
 
 from __future__ import annotations
 
@@ -28,21 +28,6 @@ def text(run: Run) -> str:
     Nothing was recorded: this journal holds no step.
     """
     return report(run, diagnose(run))
-
-
-def summary(run: Run) -> str:
-    """The summary of a run, in ten lines at most.
-
-    >>> from gradlift.journal import Step
-    >>> print(summary(Run(steps=[Step(0, 8.0, 8.0, amax=2047.0)])).splitlines()[2])
-    scale           2^3             between 2^3 and 2^3
-    """
-    added, findings = totals(run), diagnose(run)
-    if not added.steps:
-        return verdict(run, findings)[1]
-    lines = _figures(added)
-    lines += [_one_line(f"{f.severity}: {_placed(f)}") for f in findings[: 10 - len(lines)]]
-    return visible("\n".join(lines if findings else [*lines, verdict(run, findings)[1]]), keep="\n")
 
 
 def report(run: Run, findings: Sequence[Finding]) -> str:
@@ -87,7 +72,9 @@ def _finding(finding: Finding) -> str:
         lines.append("Parameters: " + _listed(finding.parameters))
     lines.append(finding.advice)
     first, *rest = (_filled(line) for line in lines if line)
-    return "\n".join([first, *(textwrap.indent(line, "  ") for line in rest)])
+    return "\n".join(
+        [first, *(textwrap.indent(line, "  ") for line in (*rest, finding.diff) if line)]
+    )
 
 
 def _placed(finding: Finding) -> str:
@@ -169,7 +156,3 @@ def _some(lines: list[str], most: int) -> list[str]:
 
 def _filled(sentence: str) -> str:
     return textwrap.fill(sentence, WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _one_line(sentence: str) -> str:
-    return sentence if len(sentence) <= 100 else sentence[:97] + "..."

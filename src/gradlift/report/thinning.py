@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..analysis import words
 from ..analysis.exponents import culprit_of
-from ..journal import Event, Run
+from ..journal import Event, Run, Step
 
 BUCKETS = 1000
 MOST_MARKS = 10_000
@@ -85,22 +85,7 @@ def marks(run: Run, most: int = MOST_MARKS) -> list[Mark]:
     >>> [(mark.first, mark.scale, mark.cause) for mark in marks(run)]
     [(0, 8.0, 'overflow'), (1, 4.0, 'overflow')]
     """
-    found = [
-        Mark(
-            s.step,
-            s.step,
-            1,
-            str(s.verdict),
-            str(s.cause),
-            s.scale,
-            s.next_scale,
-            s.culprits[0] if s.culprits else "",
-            max(0, len(s.culprits) - 1),
-            s.key,
-        )
-        for s in run.steps
-        if s.skipped
-    ]
+    found = [_of_step(s) for s in run.steps if s.skipped]
     marked = {(m.first, m.key) for m in found}
     found += [
         mark
@@ -110,6 +95,35 @@ def marks(run: Run, most: int = MOST_MARKS) -> list[Mark]:
     found.sort(key=lambda mark: mark.first)
     alike = _joined(found, lambda m: (m.what, m.cause, m.scale, m.culprit, m.key))
     return crowded(alike, most)
+
+
+def streaks(run: Run) -> list[Mark]:
+    """Steps in a row that were skipped for one cause, as one mark; loss by loss.
+
+    >>> from gradlift import Cause, Verdict
+    >>> from gradlift.journal import Step
+    >>> bad = dict(verdict=Verdict.SKIP, cause=Cause.OVERFLOW)
+    >>> run = Run(steps=[Step(0, 8.0, 4.0, **bad), Step(1, 4.0, 2.0, **bad), Step(2, 2.0, 2.0)])
+    >>> [(mark.first, mark.last, mark.times, mark.cause) for mark in streaks(run)]
+    [(0, 1, 2, 'overflow')]
+    """
+    by_key = [[_of_step(s) for s in steps if s.skipped] for steps in run.by_key.values()]
+    return [mark for found in by_key for mark in _joined(found, lambda m: m.cause)]
+
+
+def _of_step(s: Step) -> Mark:
+    return Mark(
+        s.step,
+        s.step,
+        1,
+        str(s.verdict),
+        str(s.cause),
+        s.scale,
+        s.next_scale,
+        s.culprits[0] if s.culprits else "",
+        max(0, len(s.culprits) - 1),
+        s.key,
+    )
 
 
 def _of_event(event: Event) -> Mark | None:

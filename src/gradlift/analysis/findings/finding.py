@@ -35,6 +35,9 @@ class Finding(NamedTuple):
     """File and line of the script."""
     confidence: str = "likely"
     """"certain": seen directly; "likely": inferred; "possible": the intent cannot be known."""
+    diff: str = ""
+    """The advice as a change of the script's lines, if they are known: "train.py:31", then lines
+    that begin with "-" (goes), "+" (comes) or a blank (stays)."""
 
 
 Check = Callable[[Run], "Finding | None"]

@@ -10,8 +10,6 @@ import sys
 import types
 from typing import Any
 
-import click
-
 _MODULES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 _NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
 
@@ -19,7 +17,7 @@ _NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
 def stand_in(quiet: bool) -> None:
     """From now on `import apex` gives gradlift's module; nothing is imported before that."""
     if not quiet and importlib.util.find_spec("apex") is not None:
-        click.echo("gradlift: --apex hides the apex that is installed here", err=True)
+        print("gradlift: --apex hides the apex that is installed here", file=sys.stderr)
     sys.meta_path.insert(0, _Finder())
 
 
