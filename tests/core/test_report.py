@@ -30,6 +30,7 @@ from gradlift.report import page as _html
 from gradlift.report import text_report as _text
 from gradlift.report import thinning as _thinning
 from gradlift.report.modules import modules
+from gradlift.report.page import packing
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -203,8 +204,8 @@ def test_page_of_the_story():
 
 
 def data_of(page):
-    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    return json.loads(inside[1])
+    inside = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page, re.S)
+    return json.loads(packing.unpacked(inside[1]))
 
 
 class Tags(HTMLParser):
@@ -245,7 +246,10 @@ def test_no_name_becomes_markup():
 def test_page_asks_for_nothing():
     tags = Tags()
     tags.feed(report.html(story()))
-    assert not [a for _, attributes in tags.seen for a in attributes if a in ("src", "href")]
+    assert not [a for _, attributes in tags.seen for a in attributes if a == "src"]
+    links = [attributes["href"] for _, attributes in tags.seen if "href" in attributes]
+    assert links
+    assert all(link.startswith("#") for link in links)
     policy = next(a["content"] for t, a in tags.seen if t == "meta" and "http-equiv" in a)
     assert policy.startswith("default-src 'none'")
     assert "connect-src" not in policy
@@ -341,10 +345,19 @@ def long_run(steps=100_000, every=500, names=300):
     ]
     for i in bad:
         made[i] = made[i]._replace(**SKIP)
-    made[777] = made[777]._replace(loss=1e6)
+    made[min(777, steps - 1)] = made[min(777, steps - 1)]._replace(loss=1e6)
     shares = {"elements": 1000, "zero": 0.01, "exponents": {str(e): 33 for e in range(-20, 10)}}
     sample = {f"layers.{k}.weight": shares for k in range(names)}
     return Run(steps=made, samples=[Sample(i, sample) for i in range(0, steps, every)]), bad
+
+
+def test_a_page_of_300_steps_is_under_2_megabytes():
+    run, _ = long_run(300, 50, names=100)
+    looks = [{f"layers.{k}": {"dtype": "float16", "amax": 1.5 + k} for k in range(100)}] * 12
+    moved = [{f"layers.{k}.weight": {"rms": 0.02, "update": 1e-5 * k} for k in range(100)}] * 12
+    run.forwards.extend(Probe(25 * i, look) for i, look in enumerate(looks))
+    run.weights.extend(Sample(25 * i, facts) for i, facts in enumerate(moved))
+    assert len(report.html(run).encode()) < 2_000_000
 
 
 def test_a_long_run_gives_a_small_page_that_says_so():
