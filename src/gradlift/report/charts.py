@@ -9,6 +9,8 @@ from typing import Any
 
 from ..analysis.diagnosis import Finding
 from ..analysis.exponents import Counts, Parameter, quantile
+from ..analysis.findings import EXPLAINS
+from ..core import Cause
 from ..formats import BF16, E4M3, E5M2, FP16, Format
 from ..journal import Run, Step
 from .sampled import MOST_SAMPLES, forward_data, outputs, update_data, updates
@@ -80,7 +82,8 @@ def explained(
     """The finding of each mark, "" for a mark that no finding is about.
 
     It is the first finding that lists one of the mark's steps. A finding lists the first few steps
-    only, so a mark that none lists belongs to the first finding that lists a mark of its cause.
+    only, so a mark that none lists belongs to the first finding that lists a mark of its cause, or
+    else to the first one that such marks are a consequence of, if it began before.
     """
     of_cause: dict[str, str] = {}
     direct = []
@@ -93,7 +96,19 @@ def explained(
         direct.append(next(listing, ""))
         if direct[-1]:
             of_cause.setdefault(mark.cause, direct[-1])
-    return [name or of_cause.get(mark.cause, "") for mark, name in zip(marks, direct, strict=True)]
+    return [
+        name or of_cause.get(mark.cause) or _source(mark, findings, names)
+        for mark, name in zip(marks, direct, strict=True)
+    ]
+
+
+def _source(mark: Mark, findings: Sequence[Finding], names: Sequence[str]) -> str:
+    symptom = "forward-nan" if mark.cause == str(Cause.LOSS_NONFINITE) else "overflows"
+    for name, finding in zip(names, findings, strict=True):
+        began = min(finding.steps, default=0)
+        if mark.first >= began and symptom in (finding.kind, *EXPLAINS.get(finding.kind, ())):
+            return name
+    return ""
 
 
 def _line(key: str, steps: list[Step], marks: list[Mark], listed: set[int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..story import rows, title
 from ..thinning import marks
 from . import answer, sections
 from .document import document
-from .strip import strip
+from .strip import frequent, strip
 
 
 def html(run: Run) -> str:
@@ -39,7 +39,8 @@ def report(run: Run, findings: Sequence[Finding]) -> str:
         for mark, name in zip(bad, data["marks"]["finding"], strict=True)
         if name
     }
-    body = [sections.head(run, findings), answer.findings(run, findings, data)]
+    row = frequent(run, findings, data)
+    body = [sections.head(run, findings), answer.findings(run, findings, data, row)]
     if run.steps:
         body.append(sections.figures(added))
     body.append(sections.looks(run, bool(findings)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import dedent
 from typing import Any
 
 from ...analysis.diagnosis import Finding
@@ -25,13 +26,13 @@ CHARTS = {
 """What a chart is called in a link to it."""
 
 
-def findings(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
-    """All findings, most serious first; empty if there is none."""
+def findings(run: Run, found: Sequence[Finding], data: Mapping[str, Any], row: str = "") -> str:
+    """All findings, most serious first; empty if there is none. `row` is the order of calls."""
     if not found:
         return ""
     source = source_of(run)
     about = data["findings"]
-    cards = [_card(i, f, about[i], source, data) for i, f in enumerate(found)]
+    cards = [_card(i, f, about[i], source, data, row) for i, f in enumerate(found)]
     first = cards[0]
     if len(cards) == 1:
         return f'<section id="findings" aria-label="Findings">\n{first}\n</section>'
@@ -50,6 +51,7 @@ def _card(
     about: Mapping[str, Any],
     source: Source,
     data: Mapping[str, Any],
+    row: str,
 ) -> str:
     first = position == 0
     severity, chart = escape(finding.severity), about["chart"]
@@ -64,8 +66,8 @@ def _card(
     ]
     inside = "\n".join(part for part in parts if part)
     if first:
-        copy = _copy(finding, chart)
-        wide = " alone" if not copy else ""
+        copy = row if chart == "calls" else _copy(finding, chart, data)
+        wide = " alone" if not copy or chart == "calls" else ""
         inside = f'<h2>{title}</h2>\n<div class="answer{wide}"><div>{inside}</div>{copy}</div>'
     else:
         inside = f"<details><summary><h3>{title}</h3></summary>\n{inside}\n</details>"
@@ -76,14 +78,20 @@ def _card(
     )
 
 
-def _copy(finding: Finding, chart: str) -> str:
+def _copy(finding: Finding, chart: str, data: Mapping[str, Any]) -> str:
     """A small copy of the chart in which one sees it; a heatmap is too large for one."""
-    if chart not in CHARTS or chart in ("heat", "updates", "forward", "calls"):
+    if chart not in CHARTS or chart in ("heat", "updates"):
         return ""
+    called, row = CHARTS[chart], ""
+    if chart == "forward":
+        named = [name in _words(finding) for name in data[chart]["names"]]
+        highest = data[chart]["high"]
+        worst = max(range(len(named)), key=lambda i: (named[i], highest[i]))
+        chart, row = "forward-steps", f' data-row="{worst}"'
     steps = f", marked at step {finding.steps[0]:,}" if finding.steps else ""
-    label = f"Chart: {CHARTS[chart]}{steps}. The chart itself is further below."
+    label = f"Chart: {called}{steps}. The chart itself is further below."
     return (
-        f'<div class="chart small" id="answer-chart" data-of="{chart}" role="img" '
+        f'<div class="chart small" id="answer-chart" data-of="{chart}"{row} role="img" '
         f'aria-label="{escape(label)}"></div>'
     )
 
@@ -130,10 +138,11 @@ def excerpt(source: Source, place: str) -> str:
     at = int(text)
     near = [n for n in sorted(lines) if abs(n - at) <= AROUND]
     wide = len(str(near[-1]))
+    texts = dict(zip(near, dedent("\n".join(lines[n] for n in near)).split("\n"), strict=True))
     shown = []
     for n in near:
         tag = "mark" if n == at else "span"
-        shown.append(f"<{tag}>{n:>{wide}}  {escape(lines[n])}</{tag}>")
+        shown.append(f"<{tag}>{n:>{wide}}  {escape(texts[n])}</{tag}>")
     return (
         f'<figure class="code"><figcaption>{escape(place)}</figcaption>\n'
         f'<pre tabindex="0">{chr(10).join(shown)}</pre></figure>'

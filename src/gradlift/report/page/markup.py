@@ -40,9 +40,9 @@ def link(inside: str, **view: object) -> str:
     """A link to a place in this page; `inside` is HTML.
 
     >>> link("5", step=5, parameter="a b")
-    '<a data-view href="#step=5&amp;parameter=a+b">5</a>'
+    '<a href="#step=5&amp;parameter=a+b">5</a>'
     """
-    return f'<a data-view href="#{escape(urlencode(view))}">{inside}</a>'
+    return f'<a href="#{escape(urlencode(view))}">{inside}</a>'
 
 
 def listed(links: Sequence[str], most: int = 12) -> str:

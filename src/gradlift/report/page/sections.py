@@ -118,6 +118,7 @@ def _curve(name: str, heading: str, lead: str, essence: str, data: dict[str, Any
     return section(heading, essence, chart(name, heading, essence), lead=lead, folded=False)
 
 
+MOST_ROWS = 50  # of the tables of modules and of updates
 NO_SAMPLES = (
     "No gradients were sampled. `gradlift run --every 50`, or every=50 of a scaler, "
     "records one step in fifty."
@@ -178,7 +179,8 @@ def _fate_table(state: str, counts: Counts, elements: int) -> str:
         f"<tr><th scope=row>{format.name}</th>{_shares(format.shares(counts, elements))}</tr>"
         for format in FORMATS
     ]
-    return table(f"shares, {state}", (state, "flushed", "subnormal", "overflow"), body)
+    made = table(f"shares, {state}", (_left(state), "flushed", "subnormal", "overflow"), body)
+    return f"<div>{made}</div>"
 
 
 def _shares(shares: Shares) -> str:
@@ -223,20 +225,20 @@ def forward(found: list[Outputs], data: Mapping[str, Any], folded: bool) -> str:
         for i, name in enumerate(data["names"])
     )
     rows = [
-        f'<tr data-module="{escape(m.name)}"><th scope=row class="name">'
-        f"{link(breakable(m.name), module=m.name)}</th><td>{escape(m.type)}</td>"
-        f"<td>{escape(m.dtype)}</td>{_number(m.high, '.4g')}{_number(m.headroom, '.1f')}"
-        f'<td class="number">{link(f"{m.at:,}", step=m.at)}</td>'
+        '<tr><th scope=row class="name">'
+        f"{link(breakable(m.name), module=m.name)}</th><td class=t>{escape(m.type)}</td>"
+        f"<td class=t>{escape(m.dtype)}</td>{_number(m.high, '.4g')}{_number(m.headroom, '.1f')}"
+        f"<td>{link(f'{m.at:,}', step=m.at)}</td>"
         f"{_share(m.zero)}{_number(m.nonfinite, ',')}</tr>"
-        for m in sorted(found, key=lambda m: -m.high)[:MOST_PARAMETERS]
+        for m in sorted(found, key=lambda m: -m.high)[:MOST_ROWS]
     ]
-    heads = ("module", "type", "dtype", *map(_right, ("largest", "bits below 65504", "at step")))
+    heads = (*map(_left, ("module", "type", "dtype")), "largest", "bits below 65504", "at step")
     more = f" The {MOST_RANGES} largest of {len(found):,}." if len(found) > MOST_RANGES else ""
     inside = f"""{chart("forward", "Forward range by module", essence)}
 <label class="field">over steps: <select id="module">{options}</select></label>
 {chart("forward-steps", "Largest output of one module over steps", essence)}
-<details><summary>All modules as a table</summary>
-{table("forward pass", (*heads, _right("zeros"), _right("not finite")), rows, tall=True)}
+<details><summary>{_table_of(found, "module", "largest")}</summary>
+{table("forward pass", (*heads, "zeros", "not finite"), rows, tall=True)}
 </details>"""
     return section(
         "Forward range by module",
@@ -260,19 +262,17 @@ def updates(found: list[Updates], data: Mapping[str, Any], folded: bool) -> str:
     most = f"at most {words.percent(worst.lost)} of updates lost" if worst.lost else "none lost"
     essence = ", ".join(part for part in (middle, most if worst.lost == worst.lost else "") if part)
     rows = [
-        f'<tr data-parameter="{escape(u.name)}"><th scope=row class="name">'
-        f"{link(breakable(u.name), parameter=u.name)}</th><td>{escape(u.dtype)}</td>"
+        '<tr><th scope=row class="name">'
+        f"{link(breakable(u.name), parameter=u.name)}</th><td class=t>{escape(u.dtype)}</td>"
         f"{_number(u.ratio, '.2g')}{_share(u.lost)}{_share(u.below_eps)}"
         f"{_number(u.nonfinite, ',')}</tr>"
-        for u in found[:MOST_PARAMETERS]
+        for u in found[:MOST_ROWS]
     ]
-    heads = (
-        *("parameter", "dtype"),
-        *map(_right, ("update / weight", "lost", "below eps", "samples not finite")),
-    )
+    facts = ("update / weight", "lost", "below eps", "samples not finite")
+    heads = (*map(_left, ("parameter", "dtype")), *facts)
     inside = f"""{_modes("updates", (("ratio", "update / weight"), ("lost", "lost")))}
 {chart("updates", "Updates", essence) if data["names"] else ""}
-<details><summary>All parameters as a table</summary>
+<details><summary>{_table_of(found, "parameter", "most lost")}</summary>
 {table("updates", heads, rows, tall=True)}
 </details>"""
     return section(
@@ -286,19 +286,26 @@ def updates(found: list[Updates], data: Mapping[str, Any], folded: bool) -> str:
     )
 
 
-def _right(heading: str) -> str:
-    return f'<th scope="col" class="number">{escape(heading)}</th>'
+def _table_of(found: Sequence[object], thing: str, first: str) -> str:
+    """What a folded table is called: all, or the first of many."""
+    if len(found) <= MOST_ROWS:
+        return f"As a table: {words.count(len(found), thing)}"
+    return f"As a table: {MOST_ROWS} of {len(found):,} {thing}s, {first} first; JSON has all"
+
+
+def _left(heading: str) -> str:
+    return f'<th scope="col" class="t">{escape(heading)}</th>'
 
 
 def _number(value: float, how: str) -> str:
     known = value == value
     text = format(value, how) if known else words.UNKNOWN
-    return f'<td class="number" data-v="{f"{value:.6g}" if known else ""}">{text}</td>'
+    return f'<td data-v="{f"{value:.4g}" if known else ""}">{text}</td>'
 
 
 def _share(value: float) -> str:
-    known = f"{value:.6g}" if value == value else ""
-    return f'<td class="number" data-v="{known}">{escape(words.percent(value))}</td>'
+    known = f"{value:.4g}" if value == value else ""
+    return f'<td data-v="{known}">{escape(words.percent(value))}</td>'
 
 
 def inside(found: list[Module]) -> str:
@@ -308,9 +315,8 @@ def inside(found: list[Module]) -> str:
     lifted = any(m.lift == m.lift for m in found)
     heads = ["module", "headroom", "zero", "subnormal", "near top", *(["lift"] if lifted else [])]
     rows = [
-        f'<tr data-module="{escape(m.name)}"><th scope=row>'
-        f"{link(breakable(m.name), module=m.name)}</th>"
-        + "".join(f'<td class="number">{prose(cell)}</td>' for cell in story.inside(m, lifted))
+        f"<tr><th scope=row>{link(breakable(m.name), module=m.name)}</th>"
+        + "".join(f"<td>{prose(cell)}</td>" for cell in story.inside(m, lifted))
         + "</tr>"
         for m in found[:MOST_MODULES]
     ]
@@ -319,7 +325,7 @@ def inside(found: list[Module]) -> str:
     return section(
         "Between modules",
         f"{found[0].name}: {words.bits(found[0].headroom)} of headroom",
-        table("between modules", [heads[0], *map(_right, heads[1:])], rows) + more,
+        table("between modules", [_left(heads[0]), *heads[1:]], rows) + more,
         name="inside",
         lead="Float16 gradients between modules, as probed, least headroom first. Overflow often "
         "starts here, before the gradients of parameters show it.",
@@ -327,16 +333,16 @@ def inside(found: list[Module]) -> str:
 
 
 _COLUMNS = (
-    ("parameter", "name", ""),
-    ("flushed", "number", "share that is zero as scaled, or would be in FP16"),
-    ("subnormal", "number", "share that FP16 holds with fewer bits"),
-    ("near top", "number wide", "share above 65504/8"),
-    ("smallest", "number wide", "lowest exponent, as scaled"),
-    ("median", "number middle", "median exponent, as scaled"),
-    ("largest", "number wide", "highest exponent, as scaled"),
-    ("culprit", "number", "bad steps in which its gradient was not finite"),
-    ("first", "number wide", "bad steps in which it was the first culprit"),
-    ("elements", "number wide", "size of the parameter"),
+    ("parameter", "name t", ""),
+    ("flushed", "", "share that is zero as scaled, or would be in FP16"),
+    ("subnormal", "", "share that FP16 holds with fewer bits"),
+    ("near top", "wide", "share above 65504/8"),
+    ("smallest", "wide", "lowest exponent, as scaled"),
+    ("median", "middle", "median exponent, as scaled"),
+    ("largest", "wide", "highest exponent, as scaled"),
+    ("culprit", "", "bad steps in which its gradient was not finite"),
+    ("first", "wide", "bad steps in which it was the first culprit"),
+    ("elements", "wide", "size of the parameter"),
 )
 
 
@@ -377,10 +383,14 @@ def _parameter(p: Parameter) -> str:
         (p.size, words.UNKNOWN if p.size is None else f"{p.size:,}"),
     ]
     rest = "".join(
-        f'<td class="{kind}" data-v="{"" if value is None else f"{value:.6g}"}">{escape(text)}</td>'
+        f'<td{_kind(kind)} data-v="{"" if value is None else f"{value:.6g}"}">{escape(text)}</td>'
         for (value, text), (_, kind, _) in zip(cells, _COLUMNS[1:], strict=True)
     )
-    return f'<tr data-parameter="{escape(p.name)}"><td class="name">{name}</td>{rest}</tr>'
+    return f'<tr><td class="name t">{name}</td>{rest}</tr>'
+
+
+def _kind(name: str) -> str:
+    return f' class="{name}"' if name else ""
 
 
 def events(happened: list[story.EventRow], finding_at: Mapping[int, int], names: list[str]) -> str:
@@ -390,19 +400,17 @@ def events(happened: list[story.EventRow], finding_at: Mapping[int, int], names:
         return section("Events", "none", none)
     rows = [
         f"<tr{_span(row)}>"
-        f'<td class="number">{_where(row)}</td><td>{escape(row.what)}</td>'
-        f"<td>{prose(row.text)}{_to_finding(row, finding_at, names)}</td></tr>"
+        f"<td>{_where(row)}</td><td class=t>{escape(row.what)}</td>"
+        f"<td class=t>{prose(row.text)}{_to_finding(row, finding_at, names)}</td></tr>"
         for row in happened
     ]
-    heads = (_right("step"), "what", "description")
+    heads = ("step", _left("what"), _left("description"))
     inside = table("events", heads, rows, kind=' id="events"', tall=True)
     return section("Events", words.count(len(happened), "row"), inside)
 
 
 def _span(row: story.EventRow) -> str:
-    if row.first is None or row.last is None:
-        return ""
-    return f' data-first="{row.first}" data-last="{row.last}"'
+    return "" if row.first == row.last else f' data-last="{row.last}"'
 
 
 def _where(row: story.EventRow) -> str:

@@ -47,6 +47,25 @@ def orders(found: Sequence[Calls]) -> list[Order]:
     return sorted(last.values(), key=lambda order: (-order.times, order.first))
 
 
+def frequent(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
+    """The most frequent order that has the first finding's line, as one row."""
+    known = orders(run.calls)
+    place = found[0].place if found else ""
+    having = [order for order in known if any(call.place == place for call in order.calls)]
+    if not known:
+        return ""
+    return _row((having or known)[0], source_of(run), _blamed(found, data), True)
+
+
+def _blamed(found: Sequence[Finding], data: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Position and identity of the first finding about a line, by line."""
+    return {
+        finding.place: (position, data["findings"][position]["id"])
+        for position, finding in reversed(list(enumerate(found)))
+        if finding.place
+    }
+
+
 def strip(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
     """The most frequent order, with the others folded; empty if none was recorded."""
     known = orders(run.calls)
@@ -54,11 +73,7 @@ def strip(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
         return ""
     windows = sum(order.times for order in known)
     source = source_of(run)
-    blamed = {
-        finding.place: (position, data["findings"][position]["id"])
-        for position, finding in reversed(list(enumerate(found)))
-        if finding.place
-    }
+    blamed = _blamed(found, data)
     first = known[0]
     essence = " -> ".join(dict.fromkeys(call.name for call in first.calls))
     share = f"This order was seen in {first.times:,} of {words.count(windows, 'window')}."

@@ -30,6 +30,7 @@ function drawCopy() {
   const which = copy.dataset.of, found = data.findings[0];
   const first = !copy.data;
   if (which === "histogram") drawHistogram(copy.id, histogramOf(found.parameters[0]));
+  else if (which === "forward-steps") drawForwardSteps(copy.id, Number(copy.dataset.row));
   else CHARTS[which](copy.id);
   if (first) copy.on("plotly_click", () => follow({ finding: found.id, chart: which }));
 }

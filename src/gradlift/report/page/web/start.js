@@ -23,7 +23,7 @@ async function start() {
 function wire() {
   // Links to a place in the page keep what else is selected.
   document.addEventListener("click", (event) => {
-    const link = event.target.closest("a[data-view]");
+    const link = event.target.closest("a[href^='#']");
     if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     follow(Object.fromEntries(new URLSearchParams(link.hash.slice(1))));

@@ -32,17 +32,21 @@ function cut(values, line) {
 // What is measured in some steps only is joined; else a gap is a step without the number.
 function lineOf(line, i, field) {
   const values = line[field], known = values.filter((v) => v !== null).length;
-  const some = known > 1 && known < values.length / 2;
+  const some = known > 1 && known < values.length / 2 && (field === "headroom" || field === "norm");
   return {
-    type: "scatter", mode: known > 1 && !some ? "lines" : known > 200 ? "lines" : some ? "lines+markers" : "markers",
+    type: "scatter", mode: known < 2 || alone(values) ? "lines+markers" : some && known < 200 ? "lines+markers" : "lines",
     connectgaps: some, name: escaped(line.key), x: cut(line.step, line), y: cut(values, line),
     line: {
       color: colour("key" + (1 + (i % 5))), width: 1.6, shape: field === "scale" ? "hv" : "linear",
       dash: DASHES[Math.floor(i / 5) % DASHES.length],
     },
-    marker: { color: colour("key" + (1 + (i % 5))), size: some ? 4 : 6 },
+    marker: { color: colour("key" + (1 + (i % 5))), size: known < 2 ? 6 : 4 },
   };
 }
+
+// Has a number no neighbour that it could be joined to? Of few numbers only: a mark needs room.
+const alone = (values) => values.length < 300 && values.some((v, i) =>
+  v !== null && (i === 0 || values[i - 1] === null) && (i + 1 === values.length || values[i + 1] === null));
 
 // Flags of the findings that are seen in a chart, and a line at the step of the address bar.
 function marksAt(chart, where = (step) => step) {

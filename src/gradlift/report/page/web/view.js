@@ -38,7 +38,8 @@ function applied() {
   for (const name of VIEW) if (view[name] !== undefined && view[name] !== before[name]) changed[name] = view[name];
   if (byId("which") && view.parameter !== before.parameter) byId("which").value = histogramOf(view.parameter);
   if (byId("module") && view.module !== undefined) {
-    byId("module").value = Math.max(0, data.forward.names.indexOf(view.module));
+    const row = data.forward.names.indexOf(view.module);
+    if (row >= 0) byId("module").value = row;
   }
   mark();
   show(changed);
@@ -48,28 +49,35 @@ function applied() {
 // Rows of tables that the view names.
 function mark() {
   for (const row of document.querySelectorAll("tr[aria-current]")) row.removeAttribute("aria-current");
-  const is = (row) =>
-    (view.parameter !== undefined && row.dataset.parameter === view.parameter) ||
-    (view.module !== undefined && row.dataset.module === view.module) ||
-    (view.step !== undefined && row.dataset.first !== undefined &&
-      Number(row.dataset.first) <= Number(view.step) && Number(view.step) <= Number(row.dataset.last));
-  for (const row of document.querySelectorAll("tr[data-parameter], tr[data-module], tr[data-first]")) {
-    if (is(row)) row.setAttribute("aria-current", "true");
+  for (const [row, about] of rows) {
+    const { parameter, module, step } = about;
+    const last = Number(row.dataset.last || step);
+    if (parameter !== undefined ? parameter === view.parameter
+      : module !== undefined ? module === view.module
+        : view.step !== undefined && Number(step) <= Number(view.step) && Number(view.step) <= last) {
+      row.setAttribute("aria-current", "true");
+    }
   }
   bar();
 }
+
+// What the first link of each row leads to.
+const linked = (row) => Object.fromEntries(new URLSearchParams(row.querySelector("a").hash.slice(1)));
+const rows = Array.from(document.querySelectorAll("tbody tr")).filter((row) => row.querySelector("a"))
+  .map((row) => [row, linked(row)]);
 
 // Opens what is folded around an element, and scrolls to it.
 function reveal(element) {
   if (!element) return;
   for (let at = element.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
-  if (element.matches("article")) { element.open = true; const inner = element.querySelector("details"); if (inner) inner.open = true; }
+  const inner = element.matches("article") && element.querySelector("details");
+  if (inner) inner.open = true;
   element.scrollIntoView({ block: element.matches("tr, article") ? "nearest" : "center" });
 }
 
 function show(changed) {
   const article = changed.finding !== undefined && document.querySelector(`[data-finding="${CSS.escape(changed.finding)}"]`);
-  const rowOf = (name) => document.querySelector(`tr[data-${name}="${CSS.escape(changed[name])}"]`);
+  const rowOf = (name) => (rows.find(([, about]) => about[name] === changed[name]) || [null])[0];
   if (article) { reveal(article); article.focus({ preventScroll: true }); }
   else if (changed.chart !== undefined) reveal(byId(changed.chart));
   else if (changed.parameter !== undefined) reveal(histogramOf(changed.parameter) ? byId("histogram") : rowOf("parameter"));
