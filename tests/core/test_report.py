@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlift import Cause, Journal, Verdict, report
-from gradlift.analysis.diagnosis import Finding
+from gradlift.analysis.diagnosis import Finding, diagnose
 from gradlift.analysis.exponents import parameters
 from gradlift.analysis.totals import totals
 from gradlift.cli.compare import compare
@@ -23,7 +23,7 @@ from gradlift.cli.replay import replay
 from gradlift.cli.report import report as report_command
 from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
-from gradlift.journal import Event, Probe, Run, Sample, Step, read_journal
+from gradlift.journal import Call, Calls, Event, Probe, Run, Sample, Step, read_journal
 from gradlift.report import charts as _charts
 from gradlift.report import json_report as _json
 from gradlift.report import page as _html
@@ -31,6 +31,7 @@ from gradlift.report import text_report as _text
 from gradlift.report import thinning as _thinning
 from gradlift.report.modules import modules
 from gradlift.report.page import packing
+from gradlift.report.private import without_source
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -405,6 +406,75 @@ def test_report_command(recorded, tmp_path):
     target = tmp_path / "made.txt"
     invoke(report_command, recorded / "journal.jsonl", "--text", "-o", target)
     assert target.read_text(encoding="utf-8") == report.text(read_journal(recorded))
+
+
+def script_run():
+    """A run whose journal has code, lines, a command and paths."""
+    calls = (
+        Call("backward", "secret_script.py:7", "", "scaled"),
+        Call("clip_grad_norm_", "secret_script.py:8", "SGD", "1.0"),
+        Call("scaler.step", "secret_script.py:9", "SGD"),
+        Call("update", "secret_script.py:10"),
+    )
+    lines = {str(n): f"secret_code_{n}()" for n in range(5, 12)}
+    frame = ["secret_script.py:8", "main", "secret_code_8()"]
+    message = "No such file or directory: '/home/secret_user/data/x.bin'"
+    return Run(
+        header={"rule": "backoff", "command": ["/home/secret_user/secret_script.py"]},
+        steps=[Step(i, 1024.0, 1024.0, amax=8.0, loss=1.0) for i in range(9)],
+        events=[
+            Event(None, "source", {"file": "secret_script.py", "lines": lines}),
+            Event(4, "origin", {"where": "forward", "place": "secret_script.py:9"}),
+            Event(
+                None,
+                "end",
+                {"how": "exception", "type": "OSError", "message": message, "frames": [frame]},
+            ),
+        ],
+        calls=[Calls(0, calls, 9)],
+        path=Path("/home/secret_user/secret_folder/journal.jsonl"),
+    )
+
+
+def all_forms(run):
+    page = report.html(run)
+    return (
+        page + json.dumps(data_of(page)),
+        report.text(run),
+        json.dumps(report.as_json(run)),
+    )
+
+
+def test_no_source_leaves_out_code_places_command_and_paths():
+    for made in all_forms(script_run()):
+        assert "secret_script.py:8" in made
+    bare = without_source(script_run())
+    for made in all_forms(bare):
+        assert "secret" not in made
+        assert "No such file" in made
+    kinds = [f.kind for f in diagnose(script_run())]
+    assert "clip-scaled" in kinds
+    assert [f.kind for f in diagnose(bare)] == kinds
+    with_code = report.html(script_run())
+    assert "<mark> 8  secret_code_8()</mark>" in with_code
+
+
+def test_report_command_without_source(tmp_path):
+    path = tmp_path / "secret" / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.describe(rule="static:2^10", command=["secret.py"])
+        journal.step(Step(0, 2.0**10, 2.0**10, amax=2.0))
+    for form in ("--text", "--json"):
+        assert "secret.py" in invoke(report_command, path, form).output
+        assert "secret" not in invoke(report_command, path, form, "--no-source").output
+    invoke(report_command, path, "--no-source")
+    assert "secret" not in path.with_name("report.html").read_text(encoding="utf-8")
+
+
+def test_orders_that_differ_in_lines_only_are_added_without_them():
+    one, other = (Call("step", "a.py:1"),), (Call("step", "a.py:2"),)
+    run = Run(calls=[Calls(3, one), Calls(5, other), Calls(3, one, 7), Calls(5, other, 2)])
+    assert without_source(run).calls == [Calls(3, (Call("step"),), 9)]
 
 
 def test_report_command_on_bad_input(recorded, tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...analysis import words
 from ...analysis.diagnosis import Finding
+from ...analysis.findings.calls import orders
 from ...analysis.source import Source, line_at, source_of
 from ...journal import Call, Calls, Run
 from .markup import breakable, escape, link, prose, section
@@ -19,42 +20,25 @@ _PHASES = {
     "scale": ("scale", "get_scale"),
     "backward": ("backward", "autograd.grad"),
     "gradients": ("unscale_", "clip_grad_norm_", "clip_grad_value_"),
-    "step": ("step", "scaler.step", "update", "scheduler.step"),
+    "step": ("scaler.step", "optimizer.step", "step", "update", "scheduler.step"),
     "between": ("zero_grad", "model.zero_grad"),
 }
 _PHASE_OF = {name: phase for phase, names in _PHASES.items() for name in names}
 
 
-class Order(NamedTuple):
-    """An order of calls, and in how many windows it was seen."""
-
-    first: int
-    calls: tuple[Call, ...]
-    times: int
-
-
-def orders(found: Sequence[Calls]) -> list[Order]:
-    """The orders of a run, the most frequent first. The last line of an order counts.
-
-    >>> step = (Call("step"),)
-    >>> orders([Calls(0, step), Calls(1, ()), Calls(0, step, 9)])
-    [Order(first=0, calls=(Call(name='step', place='', who='', fact='', times=1),), times=9)]
-    """
-    last: dict[tuple[Call, ...], Order] = {}
-    for each in found:
-        if each.order:
-            last[each.order] = Order(each.step, each.order, each.times)
-    return sorted(last.values(), key=lambda order: (-order.times, order.first))
-
-
 def frequent(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
     """The most frequent order that has the first finding's line, as one row."""
-    known = orders(run.calls)
+    known = _by_frequency(run)
     place = found[0].place if found else ""
-    having = [order for order in known if any(call.place == place for call in order.calls)]
+    having = [order for order in known if any(call.place == place for call in order.order)]
     if not known:
         return ""
     return _row((having or known)[0], source_of(run), _blamed(found, data), True)
+
+
+def _by_frequency(run: Run) -> list[Calls]:
+    found = [calls for calls in orders(run) if calls.order]
+    return sorted(found, key=lambda calls: (-calls.times, calls.step))
 
 
 def _blamed(found: Sequence[Finding], data: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
@@ -68,21 +52,21 @@ def _blamed(found: Sequence[Finding], data: Mapping[str, Any]) -> dict[str, tupl
 
 def strip(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
     """The most frequent order, with the others folded; empty if none was recorded."""
-    known = orders(run.calls)
+    known = _by_frequency(run)
     if not known:
         return ""
     windows = sum(order.times for order in known)
     source = source_of(run)
     blamed = _blamed(found, data)
     first = known[0]
-    essence = " -> ".join(dict.fromkeys(call.name for call in first.calls))
+    essence = " -> ".join(dict.fromkeys(call.name for call in first.order))
     share = f"This order was seen in {first.times:,} of {words.count(windows, 'window')}."
     inside = f'<p class="note">{share}</p>\n{_row(first, source, blamed, True)}'
     others = known[1 : 1 + MOST_ORDERS]
     if others:
         rows = "\n".join(
             f'<p class="note">{words.count(order.times, "window")}, first at step '
-            f"{link(f'{order.first:,}', step=order.first)}</p>\n"
+            f"{link(f'{order.step:,}', step=order.step)}</p>\n"
             f"{_row(order, source, blamed, False)}"
             for order in others
         )
@@ -92,7 +76,7 @@ def strip(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
         inside += f"\n<details><summary>{heading}</summary>\n{rows}\n{more}</details>"
     return section(
         "Order of calls",
-        essence if len(essence) < 90 else f"{len(first.calls)} calls in a window",
+        essence if len(essence) < 90 else f"{len(first.order)} calls in a window",
         inside,
         name="calls",
         lead="What the script calls in one window, from left to right, with its own lines. "
@@ -101,9 +85,9 @@ def strip(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
     )
 
 
-def _row(order: Order, source: Source, blamed: Mapping[str, tuple[int, str]], marked: bool) -> str:
-    boxes = [_box(call, source, blamed) for call in order.calls[:MOST_CALLS]]
-    left = len(order.calls) - MOST_CALLS
+def _row(order: Calls, source: Source, blamed: Mapping[str, tuple[int, str]], marked: bool) -> str:
+    boxes = [_box(call, source, blamed) for call in order.order[:MOST_CALLS]]
+    left = len(order.order) - MOST_CALLS
     if left > 0:
         boxes.append(f'<li class="call">and {left} more</li>')
     label = "the most frequent order of calls" if marked else "another order of calls"
