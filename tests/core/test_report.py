@@ -25,13 +25,16 @@ from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
 from gradlift.journal import Call, Calls, Event, Probe, Run, Sample, Step, read_journal
 from gradlift.report import charts as _charts
+from gradlift.report import differences
 from gradlift.report import json_report as _json
 from gradlift.report import page as _html
 from gradlift.report import text_report as _text
 from gradlift.report import thinning as _thinning
 from gradlift.report.modules import modules
 from gradlift.report.page import packing
+from gradlift.report.page.comparison import comparison
 from gradlift.report.private import without_source
+from gradlift.report.seen_in import known_kinds
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -529,3 +532,78 @@ def test_a_module_that_overflowed_has_no_headroom_and_comes_first():
         seen = {"ok": {**shares, "amax": 1.0}, "bad": {**shares, "amax": inf}}
         first, _ = modules(Run(probes=[Probe(0, seen)]))
         assert (first.name, first.headroom) == ("bad", 0.0)
+
+
+def two_runs():
+    """The same for five steps; then the second has another loss, and later overflows."""
+    first = [Step(i, 1024.0, 1024.0, amax=8.0, loss=3.0, norm=1.0) for i in range(20)]
+    second = [s._replace(loss=3.5) if s.step >= 5 else s for s in first]
+    second[9] = second[9]._replace(**SKIP, next_scale=512.0)
+    second[10:] = [s._replace(scale=512.0, next_scale=512.0) for s in second[10:]]
+    one, other = (
+        {"rule": rule, "time": time, "command": ["train.py", "--lr", lr]}
+        for rule, time, lr in (("auto", "1", "0.1"), ("static:1024", "2", "0.1"))
+    )
+    return Run(header=one, steps=first), Run(header=other, steps=second)
+
+
+def test_two_runs_part_where_they_differ_first():
+    found = differences.partings(*two_runs())
+    assert [(p.what, p.step, p.first, p.second) for p in found] == [
+        ("loss", 5, "3", "3.5"),
+        ("outcome", 9, "apply", "skip: overflow"),
+        ("scale", 10, "2^10", "2^9"),
+    ]
+    assert differences.differing_settings(*two_runs()) == [("rule", "auto", "static:1024")]
+    assert differences.skipped_apart(*two_runs()) == ([], [9])
+    first, _ = two_runs()
+    assert differences.partings(first, first) == []
+
+
+def test_the_page_of_two_runs():
+    page = comparison(*two_runs(), ("<one>", "other"))
+    for words in (
+        "They part at step 5: loss 3 and 3.5.",
+        "&lt;one&gt; and other",
+        "static:1024",
+        "different from step 10 on",
+        'Only other skipped: <a href="#step=9">9</a>',
+    ):
+        assert words in page
+    data = data_of(page)
+    assert [line["key"] for line in data["lines"]] == ["<one>", "other"]
+    assert data["marks"]["key"] == ["other"]
+    assert "Nothing was recorded" in comparison(Run(), Run(), ("a", "b"))
+
+
+def test_compare_command_writes_a_page(recorded, tmp_path):
+    target = tmp_path / "two.html"
+    other = tmp_path / "other.jsonl"
+    with Journal(other) as journal:
+        journal.step(Step(0, 2.0**16, 2.0**15, **SKIP))
+    done = invoke(compare, recorded, other, "--html", target)
+    assert done.output == f"report: {target}\n"
+    assert "They part at step 0" in target.read_text(encoding="utf-8")
+    assert (
+        "--html shows two runs" in invoke(compare, recorded, other, other, "--html", target).output
+    )
+    with pytest.raises(GradliftError, match="cannot write"):
+        invoke(compare, recorded, other, "--html", tmp_path / "no" / "x.html")
+
+
+def test_each_mark_has_the_finding_that_is_about_it():
+    mark = _thinning.Mark(3, 3, 1, "skip", "overflow", 8.0, 4.0, "")
+    marks = [mark, mark._replace(first=9, last=9), mark._replace(first=12, cause="floor")]
+    about = Finding("warning", "", "", (3,), kind="thrash")
+    assert _charts.explained(marks, [about], ["thrash"]) == ["thrash", "thrash", "thrash"]
+    later = about._replace(steps=(10,), kind="floor")  # explains overflows from its first step on
+    assert _charts.explained(marks, [later], ["floor"]) == ["", "", "floor"]
+
+
+def test_every_kind_with_a_chart_is_a_kind_of_the_doctor():
+    """A kind that was renamed would lose its chart without a word."""
+    written = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (Path(report.__file__).parents[1] / "analysis" / "findings").glob("*.py")
+    )
+    assert [kind for kind in sorted(known_kinds()) if f'"{kind}"' not in written] == []

@@ -72,7 +72,10 @@ def thinned(data: dict[str, Any], added: Totals) -> str:
     return f'<p class="note" id="thinned">{escape(" ".join(sentences))}</p>' if sentences else ""
 
 
-def curves(data: dict[str, Any], marks: list[Mark], added: Totals) -> str:
+def curves(
+    data: dict[str, Any], marks: list[Mark], added: Totals, essences: Mapping[str, str] = {}
+) -> str:
+    """The charts over steps. `essences` replaces what is written beside a heading."""
     causes = ", ".join(dict.fromkeys(mark.cause for mark in marks))
     marked = f" A mark is a step that was skipped or retried: {causes}." if marks else ""
     scale = " -> ".join(dict.fromkeys(map(words.power, (added.first_scale, added.last_scale))))
@@ -84,6 +87,7 @@ def curves(data: dict[str, Any], marks: list[Mark], added: Totals) -> str:
         "headroom": f"{words.bits(added.worst_headroom)} at least{least}",
         "norm": _between(data, "norm"),
         "loss": loss,
+        **essences,
     }
     leads = (
         (
@@ -179,7 +183,7 @@ def _fate_table(state: str, counts: Counts, elements: int) -> str:
         f"<tr><th scope=row>{format.name}</th>{_shares(format.shares(counts, elements))}</tr>"
         for format in FORMATS
     ]
-    made = table(f"shares, {state}", (_left(state), "flushed", "subnormal", "overflow"), body)
+    made = table(f"shares, {state}", (text_head(state), "flushed", "subnormal", "overflow"), body)
     return f"<div>{made}</div>"
 
 
@@ -232,7 +236,7 @@ def forward(found: list[Outputs], data: Mapping[str, Any], folded: bool) -> str:
         f"{_share(m.zero)}{_number(m.nonfinite, ',')}</tr>"
         for m in sorted(found, key=lambda m: -m.high)[:MOST_ROWS]
     ]
-    heads = (*map(_left, ("module", "type", "dtype")), "largest", "bits below 65504", "at step")
+    heads = (*map(text_head, ("module", "type", "dtype")), "largest", "bits below 65504", "at step")
     more = f" The {MOST_RANGES} largest of {len(found):,}." if len(found) > MOST_RANGES else ""
     inside = f"""{chart("forward", "Forward range by module", essence)}
 <label class="field">over steps: <select id="module">{options}</select></label>
@@ -269,7 +273,7 @@ def updates(found: list[Updates], data: Mapping[str, Any], folded: bool) -> str:
         for u in found[:MOST_ROWS]
     ]
     facts = ("update / weight", "lost", "below eps", "samples not finite")
-    heads = (*map(_left, ("parameter", "dtype")), *facts)
+    heads = (*map(text_head, ("parameter", "dtype")), *facts)
     inside = f"""{_modes("updates", (("ratio", "update / weight"), ("lost", "lost")))}
 {chart("updates", "Updates", essence) if data["names"] else ""}
 <details><summary>{_table_of(found, "parameter", "most lost")}</summary>
@@ -293,7 +297,8 @@ def _table_of(found: Sequence[object], thing: str, first: str) -> str:
     return f"As a table: {MOST_ROWS} of {len(found):,} {thing}s, {first} first; JSON has all"
 
 
-def _left(heading: str) -> str:
+def text_head(heading: str) -> str:
+    """The head of a column of text; numbers stand on the right."""
     return f'<th scope="col" class="t">{escape(heading)}</th>'
 
 
@@ -325,7 +330,7 @@ def inside(found: list[Module]) -> str:
     return section(
         "Between modules",
         f"{found[0].name}: {words.bits(found[0].headroom)} of headroom",
-        table("between modules", [_left(heads[0]), *heads[1:]], rows) + more,
+        table("between modules", [text_head(heads[0]), *heads[1:]], rows) + more,
         name="inside",
         lead="Float16 gradients between modules, as probed, least headroom first. Overflow often "
         "starts here, before the gradients of parameters show it.",
@@ -404,7 +409,7 @@ def events(happened: list[story.EventRow], finding_at: Mapping[int, int], names:
         f"<td class=t>{prose(row.text)}{_to_finding(row, finding_at, names)}</td></tr>"
         for row in happened
     ]
-    heads = ("step", _left("what"), _left("description"))
+    heads = ("step", text_head("what"), text_head("description"))
     inside = table("events", heads, rows, kind=' id="events"', tall=True)
     return section("Events", words.count(len(happened), "row"), inside)
 
