@@ -55,7 +55,7 @@ def browser(request):
 class Visit:
     """One look at a page, and all that it did: messages, errors, dialogs, requests."""
 
-    def __init__(self, browser, path, **context):
+    def __init__(self, browser, path, place="", **context):
         settings = {"viewport": {"width": 1200, "height": 900}, "color_scheme": "light"}
         self.context = browser.new_context(**settings | context)
         self.page = self.context.new_page()
@@ -65,7 +65,8 @@ class Visit:
         self.page.on("dialog", self.dialog)
         self.context.on("request", lambda request: self.requests.append(request.url))
         self.address = path.as_uri()
-        self.page.goto(self.address)
+        self.page.goto(self.address + place)
+        self.until("document.documentElement.dataset.charts !== undefined")
 
     def dialog(self, dialog):
         self.trouble.append(dialog.message)
@@ -88,6 +89,9 @@ class Visit:
         """The table's visible names, from top to bottom."""
         return self.page.locator("#parameters tbody tr:visible td:first-child").all_inner_texts()
 
+    def unfold(self, heading):
+        self.page.locator("summary", has_text=heading).first.click()
+
     def sort_by(self, head):
         self.page.locator("#parameters thead button", has_text=head).click()
 
@@ -97,15 +101,16 @@ def visit(browser, tmp_path):
     """Opens a run's page; at the end, nothing may have been said or asked for."""
     made = []
 
-    def open_(run, findings=(), **context):
+    def open_(run, findings=(), place="", **context):
         path = tmp_path / "report.html"
         path.write_text(_html.report(run, findings), encoding="utf-8")
-        made.append(Visit(browser, path, **context))
+        made.append(Visit(browser, path, place, **context))
         return made[-1]
 
     yield open_
     for each in made:
-        outside = [u for u in each.requests if u != each.address and not u.startswith("data:")]
+        inside = (each.address, "data:", "blob:")
+        outside = [u for u in each.requests if not u.startswith(inside)]
         each.context.close()
         assert each.trouble == []
         assert outside == []
@@ -143,7 +148,9 @@ def test_charts_have_marks(visit):
         assert right - left > 850  # from the first step to the last
     # Before and after scaling: 4 exponents from -30 to 1 drawn as 32 bars each; 8 window bars.
     assert seen.count("#histogram .barlayer .point") == 32 + 32 + 8
-    assert seen.count("#heat .heatmaplayer image") == 1
+    assert seen.count("#heat .heatmaplayer image") == 0  # folded
+    seen.unfold("Layer by step")
+    seen.page.locator("#heat .heatmaplayer image").wait_for()
     assert seen.count(".finding.warning") == 1
     assert seen.count("#events tbody tr") == len(OVERFLOWS) + 1
 
@@ -179,14 +186,16 @@ def test_sorting_sorts_and_search_filters(visit):
 
 def test_a_name_shows_its_histogram_and_buttons_change_the_heatmap(visit):
     seen = visit(training())
-    seen.page.locator("#parameters button.link", has_text="c.bias").click()
+    seen.unfold("Layer by step")
+    seen.page.locator("#parameters a", has_text="c.bias").click()
     assert seen.page.locator("#which option:checked").inner_text() == "c.bias"
     assert seen.count("#histogram .barlayer .point") == 1 + 1 + 8
     colour = "document.getElementById('heat').data[0].z[1][0]"
+    seen.until("document.getElementById('heat').data")
     assert seen.page.evaluate(colour) == 1  # b.weight's median
-    seen.page.locator("#modes button", has_text="smallest").click()
+    seen.page.locator(".modes[data-of=heat] button", has_text="smallest").click()
     assert seen.page.evaluate(colour) == -30
-    assert seen.page.locator("#modes [aria-pressed=true]").inner_text() == "smallest"
+    assert seen.page.locator(".modes[data-of=heat] [aria-pressed=true]").inner_text() == "smallest"
 
 
 def test_charts_over_steps_zoom_together(visit):
@@ -202,6 +211,8 @@ def test_phone_has_no_horizontal_scroll(visit):
     run.samples.append(Sample(59, {wide: {**SHARES, "elements": 1, "exponents": {"0": 1}}}))
     finding = Finding("broken", wide, wide, (1, 2), (wide,), wide)
     seen = visit(run, [finding], viewport=PHONE, is_mobile=True, has_touch=True)
+    seen.unfold("Layer by step")
+    seen.page.locator("#heat .main-svg").first.wait_for()
     assert seen.page.evaluate("innerWidth") == 390
     assert seen.fits()
     for chart in ("scale", "histogram", "heat"):
@@ -237,7 +248,8 @@ def test_a_name_with_markup_is_shown_as_text(visit, name):
     )
     seen = visit(run, [Finding("hint", name, name, (), (name,), name)])
     assert seen.names() == [name]
-    assert seen.count("img, main a") == 0
+    assert seen.count("img, main a:not([href^='#'])") == 0
+    seen.unfold("Layer by step")
     seen.page.locator("#scale .scatterlayer .point").last.hover(force=True)
     label = seen.page.locator("#scale .hoverlayer .hovertext")
     label.wait_for()

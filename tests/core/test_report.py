@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlift import Cause, Journal, Verdict, report
-from gradlift.analysis.diagnosis import Finding
+from gradlift.analysis.diagnosis import Finding, diagnose
 from gradlift.analysis.exponents import parameters
 from gradlift.analysis.totals import totals
 from gradlift.cli.compare import compare
@@ -23,13 +23,18 @@ from gradlift.cli.replay import replay
 from gradlift.cli.report import report as report_command
 from gradlift.errors import GradliftError, JournalError, JournalWarning
 from gradlift.formats import BF16, E4M3, E5M2, FP16
-from gradlift.journal import Event, Probe, Run, Sample, Step, read_journal
+from gradlift.journal import Call, Calls, Event, Probe, Run, Sample, Step, read_journal
 from gradlift.report import charts as _charts
+from gradlift.report import differences
 from gradlift.report import json_report as _json
 from gradlift.report import page as _html
 from gradlift.report import text_report as _text
 from gradlift.report import thinning as _thinning
 from gradlift.report.modules import modules
+from gradlift.report.page import packing
+from gradlift.report.page.comparison import comparison
+from gradlift.report.private import without_source
+from gradlift.report.seen_in import known_kinds
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -203,8 +208,8 @@ def test_page_of_the_story():
 
 
 def data_of(page):
-    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    return json.loads(inside[1])
+    inside = re.search(r'<script type="text/plain" id="data">(.*?)</script>', page, re.S)
+    return json.loads(packing.unpacked(inside[1]))
 
 
 class Tags(HTMLParser):
@@ -245,7 +250,10 @@ def test_no_name_becomes_markup():
 def test_page_asks_for_nothing():
     tags = Tags()
     tags.feed(report.html(story()))
-    assert not [a for _, attributes in tags.seen for a in attributes if a in ("src", "href")]
+    assert not [a for _, attributes in tags.seen for a in attributes if a == "src"]
+    links = [attributes["href"] for _, attributes in tags.seen if "href" in attributes]
+    assert links
+    assert all(link.startswith("#") for link in links)
     policy = next(a["content"] for t, a in tags.seen if t == "meta" and "http-equiv" in a)
     assert policy.startswith("default-src 'none'")
     assert "connect-src" not in policy
@@ -341,10 +349,19 @@ def long_run(steps=100_000, every=500, names=300):
     ]
     for i in bad:
         made[i] = made[i]._replace(**SKIP)
-    made[777] = made[777]._replace(loss=1e6)
+    made[min(777, steps - 1)] = made[min(777, steps - 1)]._replace(loss=1e6)
     shares = {"elements": 1000, "zero": 0.01, "exponents": {str(e): 33 for e in range(-20, 10)}}
     sample = {f"layers.{k}.weight": shares for k in range(names)}
     return Run(steps=made, samples=[Sample(i, sample) for i in range(0, steps, every)]), bad
+
+
+def test_a_page_of_300_steps_is_under_2_megabytes():
+    run, _ = long_run(300, 50, names=100)
+    looks = [{f"layers.{k}": {"dtype": "float16", "amax": 1.5 + k} for k in range(100)}] * 12
+    moved = [{f"layers.{k}.weight": {"rms": 0.02, "update": 1e-5 * k} for k in range(100)}] * 12
+    run.forwards.extend(Probe(25 * i, look) for i, look in enumerate(looks))
+    run.weights.extend(Sample(25 * i, facts) for i, facts in enumerate(moved))
+    assert len(report.html(run).encode()) < 2_000_000
 
 
 def test_a_long_run_gives_a_small_page_that_says_so():
@@ -392,6 +409,75 @@ def test_report_command(recorded, tmp_path):
     target = tmp_path / "made.txt"
     invoke(report_command, recorded / "journal.jsonl", "--text", "-o", target)
     assert target.read_text(encoding="utf-8") == report.text(read_journal(recorded))
+
+
+def script_run():
+    """A run whose journal has code, lines, a command and paths."""
+    calls = (
+        Call("backward", "secret_script.py:7", "", "scaled"),
+        Call("clip_grad_norm_", "secret_script.py:8", "SGD", "1.0"),
+        Call("scaler.step", "secret_script.py:9", "SGD"),
+        Call("update", "secret_script.py:10"),
+    )
+    lines = {str(n): f"secret_code_{n}()" for n in range(5, 12)}
+    frame = ["secret_script.py:8", "main", "secret_code_8()"]
+    message = "No such file or directory: '/home/secret_user/data/x.bin'"
+    return Run(
+        header={"rule": "backoff", "command": ["/home/secret_user/secret_script.py"]},
+        steps=[Step(i, 1024.0, 1024.0, amax=8.0, loss=1.0) for i in range(9)],
+        events=[
+            Event(None, "source", {"file": "secret_script.py", "lines": lines}),
+            Event(4, "origin", {"where": "forward", "place": "secret_script.py:9"}),
+            Event(
+                None,
+                "end",
+                {"how": "exception", "type": "OSError", "message": message, "frames": [frame]},
+            ),
+        ],
+        calls=[Calls(0, calls, 9)],
+        path=Path("/home/secret_user/secret_folder/journal.jsonl"),
+    )
+
+
+def all_forms(run):
+    page = report.html(run)
+    return (
+        page + json.dumps(data_of(page)),
+        report.text(run),
+        json.dumps(report.as_json(run)),
+    )
+
+
+def test_no_source_leaves_out_code_places_command_and_paths():
+    for made in all_forms(script_run()):
+        assert "secret_script.py:8" in made
+    bare = without_source(script_run())
+    for made in all_forms(bare):
+        assert "secret" not in made
+        assert "No such file" in made
+    kinds = [f.kind for f in diagnose(script_run())]
+    assert "clip-scaled" in kinds
+    assert [f.kind for f in diagnose(bare)] == kinds
+    with_code = report.html(script_run())
+    assert "<mark> 8  secret_code_8()</mark>" in with_code
+
+
+def test_report_command_without_source(tmp_path):
+    path = tmp_path / "secret" / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.describe(rule="static:2^10", command=["secret.py"])
+        journal.step(Step(0, 2.0**10, 2.0**10, amax=2.0))
+    for form in ("--text", "--json"):
+        assert "secret.py" in invoke(report_command, path, form).output
+        assert "secret" not in invoke(report_command, path, form, "--no-source").output
+    invoke(report_command, path, "--no-source")
+    assert "secret" not in path.with_name("report.html").read_text(encoding="utf-8")
+
+
+def test_orders_that_differ_in_lines_only_are_added_without_them():
+    one, other = (Call("step", "a.py:1"),), (Call("step", "a.py:2"),)
+    run = Run(calls=[Calls(3, one), Calls(5, other), Calls(3, one, 7), Calls(5, other, 2)])
+    assert without_source(run).calls == [Calls(3, (Call("step"),), 9)]
 
 
 def test_report_command_on_bad_input(recorded, tmp_path):
@@ -446,3 +532,78 @@ def test_a_module_that_overflowed_has_no_headroom_and_comes_first():
         seen = {"ok": {**shares, "amax": 1.0}, "bad": {**shares, "amax": inf}}
         first, _ = modules(Run(probes=[Probe(0, seen)]))
         assert (first.name, first.headroom) == ("bad", 0.0)
+
+
+def two_runs():
+    """The same for five steps; then the second has another loss, and later overflows."""
+    first = [Step(i, 1024.0, 1024.0, amax=8.0, loss=3.0, norm=1.0) for i in range(20)]
+    second = [s._replace(loss=3.5) if s.step >= 5 else s for s in first]
+    second[9] = second[9]._replace(**SKIP, next_scale=512.0)
+    second[10:] = [s._replace(scale=512.0, next_scale=512.0) for s in second[10:]]
+    one, other = (
+        {"rule": rule, "time": time, "command": ["train.py", "--lr", lr]}
+        for rule, time, lr in (("auto", "1", "0.1"), ("static:1024", "2", "0.1"))
+    )
+    return Run(header=one, steps=first), Run(header=other, steps=second)
+
+
+def test_two_runs_part_where_they_differ_first():
+    found = differences.partings(*two_runs())
+    assert [(p.what, p.step, p.first, p.second) for p in found] == [
+        ("loss", 5, "3", "3.5"),
+        ("outcome", 9, "apply", "skip: overflow"),
+        ("scale", 10, "2^10", "2^9"),
+    ]
+    assert differences.differing_settings(*two_runs()) == [("rule", "auto", "static:1024")]
+    assert differences.skipped_apart(*two_runs()) == ([], [9])
+    first, _ = two_runs()
+    assert differences.partings(first, first) == []
+
+
+def test_the_page_of_two_runs():
+    page = comparison(*two_runs(), ("<one>", "other"))
+    for words in (
+        "They part at step 5: loss 3 and 3.5.",
+        "&lt;one&gt; and other",
+        "static:1024",
+        "different from step 10 on",
+        'Only other skipped: <a href="#step=9">9</a>',
+    ):
+        assert words in page
+    data = data_of(page)
+    assert [line["key"] for line in data["lines"]] == ["<one>", "other"]
+    assert data["marks"]["key"] == ["other"]
+    assert "Nothing was recorded" in comparison(Run(), Run(), ("a", "b"))
+
+
+def test_compare_command_writes_a_page(recorded, tmp_path):
+    target = tmp_path / "two.html"
+    other = tmp_path / "other.jsonl"
+    with Journal(other) as journal:
+        journal.step(Step(0, 2.0**16, 2.0**15, **SKIP))
+    done = invoke(compare, recorded, other, "--html", target)
+    assert done.output == f"report: {target}\n"
+    assert "They part at step 0" in target.read_text(encoding="utf-8")
+    assert (
+        "--html shows two runs" in invoke(compare, recorded, other, other, "--html", target).output
+    )
+    with pytest.raises(GradliftError, match="cannot write"):
+        invoke(compare, recorded, other, "--html", tmp_path / "no" / "x.html")
+
+
+def test_each_mark_has_the_finding_that_is_about_it():
+    mark = _thinning.Mark(3, 3, 1, "skip", "overflow", 8.0, 4.0, "")
+    marks = [mark, mark._replace(first=9, last=9), mark._replace(first=12, cause="floor")]
+    about = Finding("warning", "", "", (3,), kind="thrash")
+    assert _charts.explained(marks, [about], ["thrash"]) == ["thrash", "thrash", "thrash"]
+    later = about._replace(steps=(10,), kind="floor")  # explains overflows from its first step on
+    assert _charts.explained(marks, [later], ["floor"]) == ["", "", "floor"]
+
+
+def test_every_kind_with_a_chart_is_a_kind_of_the_doctor():
+    """A kind that was renamed would lose its chart without a word."""
+    written = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (Path(report.__file__).parents[1] / "analysis" / "findings").glob("*.py")
+    )
+    assert [kind for kind in sorted(known_kinds()) if f'"{kind}"' not in written] == []

@@ -13,18 +13,34 @@ from rich.text import Text
 
 from ..analysis import words
 from ..analysis.totals import Totals, totals
+from ..errors import GradliftError
 from ..journal import Run, read_journal
+from ..report.page.comparison import comparison
 from ..report.story import title
 from ..text import visible
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-def compare(runs: tuple[Path, ...]) -> None:
-    """Print the figures of RUNS side by side: scale, skips, loss, flushed share, step time."""
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page of two runs here.")
+def compare(runs: tuple[Path, ...], html: Path | None) -> None:
+    """Print the figures of RUNS side by side: scale, skips, loss, flushed share, step time.
+
+    With --html FILE, two runs on one page: what differs first, and their charts on each other.
+    """
     if len(runs) < 2:
         raise click.UsageError("compare needs two runs or more; `gradlift report` shows one")
+    if html is not None and len(runs) != 2:
+        raise click.UsageError(f"--html shows two runs, and {len(runs)} were given")
     recorded = [read_journal(run) for run in runs]
+    if html is not None:
+        first, second = names(recorded)
+        try:
+            html.write_text(comparison(recorded[0], recorded[1], (first, second)), encoding="utf-8")
+        except OSError as error:
+            raise GradliftError(f"cannot write {html}: {error.strerror}") from error
+        click.echo(f"report: {visible(str(html))}")
+        return
     Console().print(side_by_side(recorded, names(recorded)))
 
 

@@ -11,6 +11,7 @@ from .. import report as reports
 from ..errors import GradliftError
 from ..journal import JOURNAL, read_journal
 from ..observe.folder import write_file
+from ..report.private import without_source
 from ..text import visible
 
 
@@ -19,19 +20,23 @@ from ..text import visible
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report here.")
 @click.option("--text", "form", flag_value="text", help="Plain text instead of a web page.")
 @click.option("--json", "form", flag_value="json", help="JSON instead of a web page.")
-def report(run: Path, output: Path | None, form: str | None) -> None:
+@click.option("--no-source", is_flag=True, help="Leave out code, lines, command and paths.")
+def report(run: Path, output: Path | None, form: str | None, no_source: bool) -> None:
     """Write the report of RUN, a journal or a run's folder.
 
     A web page is written beside the journal unless -o names a file; text and JSON are printed.
     """
     recorded = read_journal(run)
+    journal = recorded.path or run
+    if no_source:
+        recorded = without_source(recorded)
     if form == "text":
         made = reports.text(recorded)
     elif form == "json":
         made = json.dumps(reports.as_json(recorded), indent=2) + "\n"
     else:
         made = reports.html(recorded)
-    target = output or (None if form else beside(recorded.path or run))
+    target = output or (None if form else beside(journal))
     if target is None:
         click.echo(made, nl=False)
         return

@@ -4,33 +4,117 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..analysis.diagnosis import Finding
 from ..analysis.exponents import Counts, Parameter, quantile
+from ..analysis.findings import EXPLAINS
+from ..core import Cause
 from ..formats import BF16, E4M3, E5M2, FP16, Format
 from ..journal import Run, Step
+from .sampled import MOST_SAMPLES, forward_data, outputs, update_data, updates
+from .seen_in import seen_in
 from .thinning import MOST_PARAMETERS, Mark, spread, thin
 
 FORMATS = (FP16, BF16, E5M2, E4M3)
-MOST_SAMPLES = 120
+SERIES = ("scale", "headroom", "norm", "loss")
 
 
-def chart_data(run: Run, parameters: list[Parameter], marks: list[Mark]) -> dict[str, Any]:
+def chart_data(
+    run: Run, parameters: list[Parameter], marks: list[Mark], findings: Sequence[Finding] = ()
+) -> dict[str, Any]:
     """Everything that the page's script draws, as JSON can hold it."""
-    return {
-        "lines": [_line(key, steps, marks) for key, steps in run.by_key.items()],
+    listed = {step for finding in findings for step in finding.steps}
+    data: dict[str, Any] = {
+        "lines": [_line(key, steps, marks, listed) for key, steps in run.by_key.items()],
         "marks": _marks(marks),
         "formats": [_range(format) for format in FORMATS],
         "histograms": _histograms(parameters),
         "heat": _heat(run, [p.name for p in parameters[:MOST_PARAMETERS]]),
+        "forward": forward_data(run, outputs(run)),
+        "updates": update_data(run, updates(run)),
     }
+    charts = charts_of(data) | ({"calls"} if run.calls else set())
+    names = identities(findings)
+    data["findings"] = [
+        {
+            "id": name,
+            "severity": finding.severity,
+            "title": finding.title,
+            "chart": seen_in(finding, charts),
+            "steps": list(finding.steps),
+            "parameters": list(finding.parameters),
+        }
+        for name, finding in zip(names, findings, strict=True)
+    ]
+    data["marks"]["finding"] = explained(marks, findings, names)
+    return data
 
 
-def _line(key: str, steps: list[Step], marks: list[Mark]) -> dict[str, Any]:
+def charts_of(data: Mapping[str, Any]) -> set[str]:
+    """The charts for which there are numbers."""
+    found = {
+        name
+        for name in SERIES
+        if any(value is not None for line in data["lines"] for value in line[name])
+    }
+    found |= {"histogram"} if data["histograms"] else set()
+    return found | {name for name in ("heat", "forward", "updates") if data[name]["names"]}
+
+
+def identities(findings: Sequence[Finding]) -> list[str]:
+    """The name of each finding in the address bar: its kind, with a number if it has none.
+
+    >>> identities([Finding("hint", "", "", kind="start"), Finding("hint", "", "")])
+    ['start', '2']
+    """
+    names: list[str] = []
+    for i, finding in enumerate(findings, 1):
+        taken = not finding.kind or finding.kind in names
+        names.append(f"{finding.kind}-{i}".lstrip("-") if taken else finding.kind)
+    return names
+
+
+def explained(
+    marks: Sequence[Mark], findings: Sequence[Finding], names: Sequence[str]
+) -> list[str]:
+    """The finding of each mark, "" for a mark that no finding is about.
+
+    It is the first finding that lists one of the mark's steps. A finding lists the first few steps
+    only, so a mark that none lists belongs to the first finding that lists a mark of its cause, or
+    else to the first one that such marks are a consequence of, if it began before.
+    """
+    of_cause: dict[str, str] = {}
+    direct = []
+    for mark in marks:
+        listing = (
+            name
+            for name, finding in zip(names, findings, strict=True)
+            if any(mark.first <= step <= mark.last for step in finding.steps)
+        )
+        direct.append(next(listing, ""))
+        if direct[-1]:
+            of_cause.setdefault(mark.cause, direct[-1])
+    return [
+        name or of_cause.get(mark.cause) or _source(mark, findings, names)
+        for mark, name in zip(marks, direct, strict=True)
+    ]
+
+
+def _source(mark: Mark, findings: Sequence[Finding], names: Sequence[str]) -> str:
+    symptom = "forward-nan" if mark.cause == str(Cause.LOSS_NONFINITE) else "overflows"
+    for name, finding in zip(names, findings, strict=True):
+        began = min(finding.steps, default=0)
+        if mark.first >= began and symptom in (finding.kind, *EXPLAINS.get(finding.kind, ())):
+            return name
+    return ""
+
+
+def _line(key: str, steps: list[Step], marks: list[Mark], listed: set[int]) -> dict[str, Any]:
     """One loss's curves, thinned so that the extremes and all marked steps stay."""
     series = columns(steps)
-    marked = {step for m in marks if m.key == key for step in (m.first, m.last)}
+    marked = {step for m in marks if m.key == key for step in (m.first, m.last)} | listed
     keep = (i for i, s in enumerate(steps) if s.step in marked)
     chosen = thin(list(series.values()), keep)
     return {

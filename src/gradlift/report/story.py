@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..analysis import words
 from ..analysis.coverage import coverage
 from ..analysis.diagnosis import Finding
+from ..analysis.findings.ending import END
 from ..analysis.totals import Totals
 from ..journal import Event, Run
 from ..text import visible
@@ -133,7 +135,13 @@ def rows(run: Run, marks: list[Mark]) -> list[EventRow]:
     if len(shown) < len(others):
         text = f"{len(others) - len(shown):,} other events are not shown"
         rest.append(EventRow(None, None, "note", text))
-    return sorted(bad + rest, key=lambda row: -1 if row.first is None else row.first)
+    return sorted(bad + rest, key=_when)
+
+
+def _when(row: EventRow) -> float:
+    if row.first is not None:
+        return row.first
+    return math.inf if row.what == END else -1
 
 
 def _of_mark(mark: Mark) -> str:
@@ -154,6 +162,9 @@ def _of_event(event: Event) -> str:
         parts = (detail.get(name) for name in ("op", "module", "place", "input"))
         where = ", ".join(str(part) for part in parts if part)
         return f"first {detail.get('found', 'non-finite')} ({detail.get('where', '?')}): {where}"
+    if event.what == END:
+        facts = (detail.get(name) for name in ("how", "status", "type", "message"))
+        return ": ".join(compact(fact) for fact in facts if fact)
     if event.what == "resume":
         return f"a later process continued the run, {detail.get('time', 'time unknown')}"
     if isinstance(detail.get("text"), str):

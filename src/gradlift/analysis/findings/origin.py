@@ -52,7 +52,9 @@ def _finding(
     place = _text(event.detail, "place")
     return Finding(
         "broken",
-        title.format(**{"module": "", **event.detail}).strip(),
+        title.format(
+            **{"op": "An operation", "found": "inf or NaN", "module": "", **event.detail}
+        ).strip(),
         _made(event),
         (event.step,) if event.step is not None else (),
         (),
