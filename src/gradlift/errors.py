@@ -37,6 +37,10 @@ class JournalError(GradliftError, ValueError):
     """A file is not a journal, or was written by a later version of gradlift."""
 
 
+class LogError(JournalError):
+    """A file is neither a journal nor a log of a known format."""
+
+
 class MisuseError(GradliftError, RuntimeError):
     """Calls came in the wrong order; the message names the call that is missing."""
 

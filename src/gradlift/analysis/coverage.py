@@ -29,6 +29,8 @@ def coverage(run: Run) -> Coverage:
     >>> coverage(Run(steps=[Step(0, 8.0, 8.0, amax=2.0)])).looked
     ['the largest gradient in 1 of 1 step']
     """
+    if run.header.get("mode") == "log":
+        return _of_a_log(run)
     steps = count(len(run.steps), "step")
     looked, missing = [], []
     measured = sum(not math.isnan(s.amax) or s.nonfinite for s in run.steps)
@@ -54,3 +56,34 @@ def coverage(run: Run) -> Coverage:
         missing.append("data, other than after a loss or gradient that was not finite")
     complete = bool(measured and run.forwards and run.weights and run.calls)
     return Coverage(looked, missing, complete)
+
+
+def _of_a_log(run: Run) -> Coverage:
+    """A log has few numbers, and each format hides something."""
+    header, n = run.header, len(run.steps)
+    formats = header.get("formats")
+    named = f" ({', '.join(map(str, formats))})" if isinstance(formats, list) and formats else ""
+    looked = [f"{count(n, 'logged step')}{named}"]
+    facts = [
+        ("the loss", sum(s.loss == s.loss for s in run.steps)),
+        ("the scale", sum(s.scale == s.scale for s in run.steps)),
+        ("the norm", sum(s.norm == s.norm for s in run.steps)),
+    ]
+    looked += [f"{what} in {known:,}" for what, known in facts if known]
+    missing = [what for what, known in facts if not known]
+    missing.append("gradients, activations and weights by name, the order of calls, data")
+    cannot = header.get("cannot_know")
+    about = tuple(what for what, known in facts if known)
+    if isinstance(cannot, list):
+        missing += [str(what) for what in cannot if not str(what).startswith(about)]
+    for name, text in _COUNTED:
+        found = header.get(name)
+        if isinstance(found, int) and found:
+            missing.append(text.format(count(found, "step")))
+    return Coverage(looked, missing, False)
+
+
+_COUNTED = (
+    ("guessed", "the exact number of {}, worked out from the lines around them"),
+    ("left_out", "{}, left out of a very long log"),
+)

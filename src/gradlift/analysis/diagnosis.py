@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ..journal import Run, read_journal
+from ..journal import Run
+from ..logs import read_run
 from .findings import CHECKS, EXPLAINS, SEVERITIES, Finding
 from .findings.finding import rank
 
@@ -12,7 +13,8 @@ __all__ = ["SEVERITIES", "Finding", "diagnose"]
 
 
 def diagnose(run: Run | str | os.PathLike[str]) -> list[Finding]:
-    """What is wrong with a run, most serious first; an empty list if nothing is.
+    """What is wrong with a run, a journal or somebody's log, most serious first; an empty list if
+    nothing is.
 
     Each finding has its evidence, the steps and parameters to look at, and advice.
 
@@ -24,7 +26,7 @@ def diagnose(run: Run | str | os.PathLike[str]) -> list[Finding]:
     ('hint', 'odd-scale', 'The scale is not a power of two')
     """
     if not isinstance(run, Run):
-        run = read_journal(run)
+        run = read_run(run)
     found = [finding for check in CHECKS if (finding := check(run))]
     kept: list[Finding] = []
     for finding in found:  # causes come before their consequences

@@ -14,7 +14,8 @@ from rich.text import Text
 from ..analysis import words
 from ..analysis.totals import Totals, totals
 from ..errors import GradliftError
-from ..journal import Run, read_journal
+from ..journal import Run
+from ..logs import read_run
 from ..report.page.comparison import comparison
 from ..report.story import title
 from ..text import visible
@@ -32,7 +33,7 @@ def compare(runs: tuple[Path, ...], html: Path | None) -> None:
         raise click.UsageError("compare needs two runs or more; `gradlift report` shows one")
     if html is not None and len(runs) != 2:
         raise click.UsageError(f"--html shows two runs, and {len(runs)} were given")
-    recorded = [read_journal(run) for run in runs]
+    recorded = [read_run(run) for run in runs]
     if html is not None:
         first, second = names(recorded)
         try:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..analysis.diagnosis import SEVERITIES, diagnose
 from ..analysis.words import power
-from ..journal import read_journal
+from ..logs import FORMATS, read_run
 from ..report.doctor_json import SCHEMA, doctor_json, not_applied
 from ..report.screen import Line, in_full, screen
 
@@ -28,7 +28,7 @@ def _print_schema(context: click.Context, option: click.Parameter, wanted: bool)
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--json", "as_json", is_flag=True, help="Findings and events as JSON.")
 @click.option(
     "--schema",
@@ -39,6 +39,15 @@ def _print_schema(context: click.Context, option: click.Parameter, wanted: bool)
     help="The JSON Schema of --json; RUN is not needed.",
 )
 @click.option("--events", "every_event", is_flag=True, help="A line for each skipped step.")
+@click.option(
+    "--format",
+    "log_format",
+    type=click.Choice([each.name for each in FORMATS]),
+    help="The format of a log, where it is not recognised.",
+)
+@click.option(
+    "--pattern", help=r"An expression for a log's lines: 'step (?P<step>\d+).*loss (?P<loss>\S+)'."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Every finding in full.")
 @click.option(
     "--fail-on",
@@ -47,15 +56,26 @@ def _print_schema(context: click.Context, option: click.Parameter, wanted: bool)
     show_default=True,
     help="The exit status is 1 for findings of this severity or worse.",
 )
-def doctor(run: Path, as_json: bool, every_event: bool, verbose: bool, fail_on: str) -> None:
-    """Print what is wrong with RUN (a journal or a run's folder), most serious first.
+def doctor(
+    runs: tuple[Path, ...],
+    as_json: bool,
+    every_event: bool,
+    log_format: str | None,
+    pattern: str | None,
+    verbose: bool,
+    fail_on: str,
+) -> None:
+    """Print what is wrong with RUN, most serious first.
+
+    RUN is a journal, a run's folder, or the log of another trainer: its console's output, a
+    trainer_state.json, a table, TensorBoard's files. Several logs are those of one run.
 
     That is one screen at most; -v shows every finding in full, --events each skipped step.
 
     The exit status is 0 if nothing of the severity of --fail-on was found, 1 if something was, and
     2 if RUN cannot be read.
     """
-    read = read_journal(run)
+    read = read_run(runs, format=log_format, pattern=pattern)
     findings = diagnose(read)
     if as_json:
         click.echo(json.dumps(doctor_json(read, findings), indent=1, allow_nan=False))

@@ -9,7 +9,8 @@ import click
 
 from .. import report as reports
 from ..errors import GradliftError
-from ..journal import JOURNAL, read_journal
+from ..journal import JOURNAL
+from ..logs import read_run
 from ..observe.folder import write_file
 from ..report.private import without_source
 from ..text import visible
@@ -22,11 +23,11 @@ from ..text import visible
 @click.option("--json", "form", flag_value="json", help="JSON instead of a web page.")
 @click.option("--no-source", is_flag=True, help="Leave out code, lines, command and paths.")
 def report(run: Path, output: Path | None, form: str | None, no_source: bool) -> None:
-    """Write the report of RUN, a journal or a run's folder.
+    """Write the report of RUN: a journal, a run's folder, or the log of another trainer.
 
     A web page is written beside the journal unless -o names a file; text and JSON are printed.
     """
-    recorded = read_journal(run)
+    recorded = read_run(run)
     journal = recorded.path or run
     if no_source:
         recorded = without_source(recorded)

@@ -215,6 +215,17 @@ def _step(line: dict[str, Any]) -> Step:
     )
 
 
+def is_journal(path: Path) -> bool:
+    """Does the file begin like a journal? An empty one may become one.
+
+    >>> is_journal(Path(os.devnull))
+    True
+    """
+    with open_journal(path) as file:
+        head = file.read(len(_HEAD))
+    return head == _HEAD or _HEAD.startswith(head)
+
+
 def check_head(line: bytes, path: Path) -> None:
     """Raises unless the file starts like a journal; a header that is cut off is accepted."""
     if not (line.startswith(_HEAD) or (_HEAD.startswith(line) and line)):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..analysis import words
 from ..analysis.diagnosis import Finding, diagnose
+from ..analysis.findings.finding import of_a_log
 from ..analysis.source import Source, line_at, source_of
 from ..analysis.totals import totals
 from ..journal import Run
@@ -140,7 +141,8 @@ def _sentence(run: Run, findings: Sequence[Finding], width: int) -> list[Line]:
 
 
 def _counted(run: Run) -> Line:
-    return Line(f"{words.count(len(run.steps), 'step')}, {run.skipped:,} skipped")
+    steps = words.count(len(run.steps), "logged step" if of_a_log(run) else "step")
+    return Line(f"{steps}, {run.skipped:,} skipped")
 
 
 def _parts(finding: Finding, source: Source, width: int) -> tuple[list[Line], ...]:

@@ -19,6 +19,14 @@ from .course import diverging, spike, vanishing
 from .ending import crash, empty_run, killed
 from .finding import SEVERITIES, Check, Finding
 from .forward import dead_relu, exploding_forward, near_overflow
+from .logs import (
+    hysteresis,
+    nan_applied,
+    norm_nonfinite,
+    norm_rising,
+    resume_lost_scale,
+    scale_falls,
+)
 from .loss import forward_nan, half_loss
 from .origin import (
     bad_data,
@@ -93,9 +101,14 @@ CHECKS: tuple[Check, ...] = (
     dead_relu,
     detached,
     parameters_left_out,
+    # logs of other trainers
+    resume_lost_scale,
+    nan_applied,
     # symptoms
     forward_nan,
     floor,
+    norm_nonfinite,
+    scale_falls,
     exploding,
     thrash,
     culprit,
@@ -110,6 +123,8 @@ CHECKS: tuple[Check, ...] = (
     half_loss,
     weight_range,
     odd_scale,
+    norm_rising,
+    hysteresis,
     spike,
     crash,
     empty_run,
@@ -155,7 +170,10 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "detached-layer": ("dead-layer",),
     "conservative": ("underflow", "dead-layer"),
     "vanishing": ("underflow", "dead-layer"),
-    "floor": ("start", "exploding", "thrash", "culprit", "overflows"),
+    "nan-applied": ("forward-nan", "norm-nonfinite", "norm-rising"),
+    "forward-nan": ("norm-nonfinite",),
+    "scale-falls": ("overflows", "hysteresis"),
+    "floor": ("start", "exploding", "thrash", "culprit", "overflows", "scale-falls", "hysteresis"),
     "thrash": ("culprit", "overflows"),
     "culprit": ("overflows",),
 }

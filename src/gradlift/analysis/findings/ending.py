@@ -35,6 +35,13 @@ _KNOWN = (  # part of a message, the kind that it shows, its title, its cure
         "Look for no_grad(), detach(), .item() or .data between the parameters and the loss.",
     ),
     (
+        "oss scale already at minimum",
+        "floor",
+        "The scale reached its floor",
+        "Load the last checkpoint, and record some steps with gradlift run: it names the first "
+        "operation, input or parameter that is not finite.",
+    ),
+    (
         "out of memory",
         "out-of-memory",
         "The device's memory is full",

@@ -70,6 +70,18 @@ def loss_failed(step: Step) -> bool:
     return step.cause is Cause.LOSS_NONFINITE or math.isinf(step.loss)
 
 
+def of_a_log(run: Run) -> bool:
+    """Was the run read from somebody's log, which has no gradients by parameter?"""
+    return run.header.get("mode") == "log"
+
+
+def spanned(steps: list[Step], run: Run) -> int:
+    """How many steps of training these are. A log names only some of them."""
+    if not steps or not of_a_log(run):
+        return len(steps)
+    return max(len(steps), steps[-1].step - steps[0].step + 1)
+
+
 def overflowed(step: Step) -> bool:
     """Was the step skipped because of its gradients, the loss being finite or not known?"""
     return step.skipped and not loss_failed(step)
@@ -90,4 +102,4 @@ def leader(steps: list[Step]) -> tuple[str, int]:
 
 def numbers(steps: list[Step]) -> tuple[int, ...]:
     """The first few step numbers, for `Finding.steps`."""
-    return tuple(s.step for s in steps[:SHOWN])
+    return tuple(dict.fromkeys(s.step for s in steps[:SHOWN]))

@@ -22,12 +22,14 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
     broken = ended or 2 * len(bad) > len(steps)
     value = "inf" if math.isinf(bad[0].loss) else "nan"
     skipped = sum(s.skipped for s in bad)
+    unknown = any(s.verdict is None for s in bad)
+    outcome = "the log does not show whether they were" if unknown else f"{skipped} of them were"
     still = " The run ended that way." if ended else ""
     return Finding(
         "broken" if broken else "warning",
         "The loss itself is not finite",
         f"The loss was inf or NaN in {count(len(bad), 'step')} of {len(steps)}, first at step "
-        f"{bad[0].step} (loss {value}); {skipped} of them were skipped. It was not finite before "
+        f"{bad[0].step} (loss {value}); {outcome} skipped. It was not finite before "
         f"it was scaled, so the scale is not the cause.{still}",
         numbers(bad),
         (),

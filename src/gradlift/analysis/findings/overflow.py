@@ -10,7 +10,7 @@ from ...core import Cause
 from ...journal import Run, Step
 from ..exponents import culprit_of
 from ..words import count, power
-from .finding import SHOWN, Finding, leader, numbers, overflowed, per_key
+from .finding import SHOWN, Finding, leader, numbers, of_a_log, overflowed, per_key, spanned
 
 THRASH_CYCLES = 5  # fewer may be chance, or the search for a scale
 THRASH_RATE = 1 / 50  # torch's own rule pays one step in 2,000; this is forty times as much
@@ -62,25 +62,30 @@ def floor(steps: list[Step], run: Run) -> Finding | None:
     if not bad and len(tail) < DECAY_SKIPS:
         return None
     at_end = bool(tail) and (len(tail) >= DECAY_SKIPS or tail[-1].cause is Cause.FLOOR)
-    broken = at_end or len(bad) > FLOOR_LOST * len(steps)
+    broken = at_end or len(bad) > FLOOR_LOST * spanned(steps, run)
+    halted = at_end and len(tail) < DECAY_SKIPS
     shown = tail if at_end else bad
     name, led = leader(shown)
     shown_by = (
-        f"The last {count(len(tail), 'step')} of {len(steps)} were all skipped (since step "
-        f"{tail[0].step}), while the scale fell from {power(tail[0].scale)} to "
-        f"{power(tail[-1].next_scale)}"
+        f"The last {count(len(tail), 'step')} of {spanned(steps, run)} were all skipped (since "
+        f"step {tail[0].step}), while the scale fell from {power(tail[0].scale)} to "
+        f"{power(tail[-1].next_scale)}{_fell(steps, run)}"
         if at_end
         else f"{count(len(bad), 'step')} of {len(steps)} overflowed at {power(bad[0].scale)}, the "
         f"smallest scale that the rule allows (first at step {bad[0].step})"
     )
     return Finding(
         "broken" if broken else "warning",
-        "The scale decays without end" if at_end else "The scale reached its floor",
+        "The scale decays without end" if at_end and not halted else "The scale reached its floor",
         f"{shown_by}{_led(name, led, len(shown))}. No scale is small enough, so the scale is not "
         "the cause.",
         numbers(shown),
         (name,) if name else (),
-        f"Look for inf or NaN in the backward pass of {name or 'the model'} (a sqrt, norm or "
+        f"Load the last checkpoint from before step {shown[0].step}, and record some steps with "
+        "gradlift run: it names the first operation, input or parameter that is not finite. A "
+        "smaller minimum of the scale only delays the end."
+        if of_a_log(run)
+        else f"Look for inf or NaN in the backward pass of {name or 'the model'} (a sqrt, norm or "
         'division at zero); on_floor="raise" with min_scale=1 stops such a run at once.',
         "floor",
     )
@@ -148,14 +153,15 @@ def culprit(steps: list[Step], run: Run) -> Finding | None:
 def overflows(steps: list[Step], run: Run) -> Finding | None:
     """Many steps are lost at scales that had not been raised, and not to a single parameter."""
     bad, headroom = _unprovoked(steps)
-    if len(bad) < LEADS or len(bad) < OFTEN * len(steps):
+    trained = spanned(steps, run)
+    if len(bad) < LEADS or len(bad) < OFTEN * trained:
         return None
     names = list(dict.fromkeys(s.culprits[0] for s in bad if s.culprits))
     who = f", first in {count(len(names), 'parameter')}" if names else ""
     return Finding(
         "warning",
         "Many steps are lost to overflow",
-        f"{len(bad)} of {len(steps)} steps overflowed ({len(bad) / len(steps):.0%}){who}"
+        f"{len(bad)} of {trained} steps overflowed ({len(bad) / trained:.0%}){who}"
         f"{_room(headroom)}.",
         numbers(bad),
         tuple(names[:SHOWN]),
@@ -203,6 +209,21 @@ def exploding(steps: list[Step], run: Run) -> Finding | None:
     )
 
 
+def _fell(steps: list[Step], run: Run) -> str:
+    """In a log: the overflows before, and that it is not known what overflowed."""
+    if not of_a_log(run):
+        return ""
+    lost = [s for s in steps if overflowed(s)]
+    known = [s for s in lost if s.scale == s.scale]
+    before = (
+        f"; {count(len(lost), 'overflow')} in all since step {lost[0].step}, the first logged at "
+        f"{power(known[0].scale)}"
+        if len(known) > 1
+        else ""
+    )
+    return f"{before}. The log does not show whether the loss was finite"
+
+
 def _led(name: str, led: int, of: int) -> str:
     return f"; {name} was the first non-finite gradient in {led} of {of}" if name else ""
 
@@ -240,6 +261,11 @@ def _search(steps: list[Step]) -> tuple[list[Step], int]:
         if stuck > STUCK:
             return [], 0
     return bad, length
+
+
+def after_the_search(steps: list[Step]) -> int:
+    """The position of the first step after the search for a first scale."""
+    return _search(steps)[1]
 
 
 def _tried(steps: list[Step]) -> list[list[int]]:

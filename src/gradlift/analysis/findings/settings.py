@@ -22,8 +22,9 @@ MOVED_SHARE = 0.01  # a schedule that is off by less than 1 % of its length is w
 def lr_moved(steps: list[Step], run: Run) -> Finding | None:
     """The learning rate changed although the step was skipped."""
     skipped = [(s, after) for s, after in pairwise(steps) if s.skipped]
+    next_to = (pair for pair in skipped if pair[1].step - pair[0].step <= 1)  # a log has gaps
     moved = [
-        (s, after) for s, after in skipped if s.lr == s.lr and after.lr == after.lr != s.lr
+        (s, after) for s, after in next_to if s.lr == s.lr and after.lr == after.lr != s.lr
     ]  # x == x: known
     if len(moved) < MOVED_STEPS or len(moved) < MOVED_SHARE * len(steps):
         return None
@@ -89,7 +90,7 @@ def static_misfit(steps: list[Step], run: Run) -> Finding | None:
     """A scale that is held fixed, and overflows in most steps."""
     scales = {s.scale for s in steps}
     lost = [s for s in steps if overflowed(s)]
-    if len(scales) != 1 or len(lost) < max(10, len(steps) // 2):
+    if len(scales) != 1 or scales == {math.nan} or len(lost) < max(10, len(steps) // 2):
         return None
     (scale,) = scales
     return Finding(

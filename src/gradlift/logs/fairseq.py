@@ -1,0 +1,134 @@
+"""fairseq's console (simple and JSON lines, 2018 on), metaseq's, and fairseq2's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from .formats import LineFormat
+from .names import field_of
+from .numbers import I, N, number, whole
+from .row import Row
+
+_NAME = "fairseq"
+_SKIP = re.compile(
+    r"(?:WARNING|NOTE): (?:gradient )?overflow detected, (?:ignoring gradient, )?"
+    rf"setting loss scale to: (?P<next>{N})"
+)
+_AMP = re.compile(rf"AMP: overflow detected, setting scale to (?:to )?(?P<next>{N})")
+_PARAMETER = re.compile(r"overflow in param (?P<name>[\w.]{1,300})")
+_SIMPLE = re.compile(rf"epoch {I}:\s+{I} / {I} (?P<rest>\w+=.*)")
+_SKIP2 = re.compile(
+    rf"Overflow detected at step (?P<step>{I}), ignoring gradient, decreasing loss scale "
+    rf"from (?P<scale>{N}) to (?P<next>{N})"
+)
+_FLOOR2 = re.compile(
+    rf"Overflow detected at step (?P<step>{I}), .*already at minimum \((?P<scale>{N})\)"
+)
+_GROWN2 = re.compile(
+    rf"after step (?P<step>{I}), increasing loss scale from (?P<scale>{N}) to (?P<next>{N})"
+)
+
+
+def _skips(line: str) -> Iterator[Row]:
+    for expression in (_SKIP, _AMP):
+        for found in expression.finditer(line):
+            yield Row(_NAME, next_scale=number(found["next"]), skipped=True, counted=False)
+
+
+def _parameter(line: str) -> Iterator[Row]:
+    found = _PARAMETER.search(line)
+    if found:
+        yield Row(_NAME, culprit=found["name"], counted=False)
+
+
+def _metrics(facts: dict[str, object]) -> Iterator[Row]:
+    known = {field: number(v) for k, v in facts.items() if (field := field_of(k))}
+    step = whole(facts.get("num_updates"))
+    if step is None:
+        return
+    scale = known.get("next_scale")
+    yield Row(
+        _NAME,
+        step=step,
+        loss=known.get("loss"),
+        norm=known.get("norm"),
+        lr=known.get("lr"),
+        next_scale=scale if scale else None,  # 0 is a rounded one
+        counted=False,
+    )
+
+
+def _simple(line: str) -> Iterator[Row]:
+    found = _SIMPLE.search(line)
+    if found:
+        pairs = (part.partition("=") for part in found["rest"].split(", "))
+        yield from _metrics({name.strip(): value for name, _, value in pairs})
+
+
+def _json(line: str) -> Iterator[Row]:
+    start = line.find('{"epoch"')
+    try:
+        facts = json.loads(line[start:]) if start >= 0 else None
+    except (ValueError, RecursionError):
+        return
+    if isinstance(facts, dict) and "loss" in facts:
+        yield from _metrics(facts)
+
+
+def _floor(line: str) -> Iterator[Row]:
+    yield Row(_NAME, skipped=True, floor=True, counted=False)
+
+
+def _skips2(line: str) -> Iterator[Row]:
+    for expression in (_SKIP2, _FLOOR2):
+        for found in expression.finditer(line):
+            facts = found.groupdict()
+            scale = number(facts["scale"])
+            yield Row(
+                "fairseq2",
+                step=whole(facts["step"]),
+                scale=scale,
+                next_scale=number(facts.get("next", scale)),
+                skipped=True,
+                floor="next" not in facts,
+            )
+
+
+def _grown2(line: str) -> Iterator[Row]:
+    for found in _GROWN2.finditer(line):
+        scales = number(found["scale"]), number(found["next"])
+        yield Row("fairseq2", whole(found["step"]), scale=scales[0], next_scale=scales[1])
+
+
+FORMATS = (
+    LineFormat(
+        _NAME,
+        "fairseq 0.5 to 0.12 (simple and json), metaseq",
+        ("skips", "scale", "step (updates)", "loss", "norm", "lr", "parameters that overflowed"),
+        (
+            "the steps of overflows: num_updates does not count them",
+            "the loss of a single step: a line has the mean since the last",
+            "a scale below 0.5 in a line of metrics, which is rounded to 0",
+        ),
+        {
+            " overflow detected, setting": _skips,
+            "overflow detected, ignoring gradient, setting loss scale": _skips,
+            "overflow in param ": _parameter,
+            "num_updates=": _simple,
+            '"num_updates"': _json,
+            "Minimum loss scale reached": _floor,
+        },
+    ),
+    LineFormat(
+        "fairseq2",
+        "fairseq2",
+        ("skips", "scale", "step"),
+        ("the loss, if its metrics are not in the same file",),
+        {
+            "Overflow detected at step": _skips2,
+            "increasing loss scale from": _grown2,
+        },
+    ),
+)

@@ -1,0 +1,37 @@
+"""Numbers in a line of text: the expressions that find them, and what they come to."""
+
+from __future__ import annotations
+
+N = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[iI]nf(?:inity)?|[nN]a[nN])"
+"""A number: 3, 2.5e-4, inf, nan."""
+I = r"\d{1,18}"  # noqa: E741
+"""A count."""
+_MOST = 400  # characters: no float is longer
+
+
+def number(text: object) -> float | None:
+    """A float; None for what is no number.
+
+    >>> number("1e-3"), number("nan."), number("N/A")
+    (0.001, nan, None)
+    """
+    if isinstance(text, bool) or text is None:
+        return None
+    try:
+        if isinstance(text, str):
+            return float(text.strip().rstrip(".")) if len(text) < _MOST else None
+        return float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def whole(text: object) -> int | None:
+    """A count from 0 on; None for anything else.
+
+    >>> whole("12"), whole(12.0), whole("-1"), whole("1.5")
+    (12, 12, None, None)
+    """
+    value = number(text)
+    if value is None or not 0 <= value < 2**63 or value != int(value):
+        return None
+    return int(value)
