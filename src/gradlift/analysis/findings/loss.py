@@ -22,7 +22,7 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
     broken = ended or 2 * len(bad) > len(steps)
     value = "inf" if math.isinf(bad[0].loss) else "nan"
     skipped = sum(s.skipped for s in bad)
-    still = " The run ended that way." if ended else ""
+    still = " So were all of the last steps." if ended else ""
     return Finding(
         "broken" if broken else "warning",
         "The loss itself is not finite",
