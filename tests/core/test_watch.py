@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from gradlift import Cause, Journal, Verdict
-from gradlift.cli._view import Tail, Trail, View
+from gradlift.cli._view import FindingsSoFar, Tail, Trail, View
 from gradlift.cli.watch import drawn, watch
 from gradlift.errors import JournalError
 from gradlift.journal import Run, Step
@@ -63,9 +63,9 @@ def frame(path, age=0.5):
     return tail.view.frame(age)
 
 
-def picture(frame, run="RUN"):
+def picture(frame, run="RUN", findings=()):
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(drawn(frame, run))
+    console.print(drawn(frame, run, findings))
     return console.export_text()
 
 
@@ -368,3 +368,60 @@ def test_it_waits_for_a_run_and_ends_cleanly_on_ctrl_c(tmp_path):
     finally:
         guard.cancel()
         watching.kill()
+
+
+# findings
+
+
+def grow(journal, steps, **facts):
+    for i in steps:
+        journal.step(Step(i, 1000.0, 1000.0, **facts))
+
+
+def test_findings_appear_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradlift.cli._view._SHARE", 1e9)  # no waiting
+    journal, tail = Journal(tmp_path / "journal.jsonl"), Tail(tmp_path)
+    doctor = FindingsSoFar(tmp_path)
+    journal.describe(rule="dynamic", mode="run")
+    for i in range(3):
+        journal.step(Step(i, 8.0, 8.0))
+    assert tail.look()
+    assert doctor.look(tail.read) == []  # nor that the journal has no ending
+    for i in range(3, 30):
+        journal.step(skip(i, 2.0**-i))
+    assert tail.look()
+    found = doctor.look(tail.read)
+    assert [f.kind for f in found] == ["floor"]
+    shown = " ".join(picture(frame(tmp_path), findings=found).split())
+    assert f"broken {found[0].title}" in shown
+    assert f"-> {found[0].advice.split()[0]}" in shown
+
+
+def test_a_journal_that_has_not_grown_is_not_read_again(tmp_path, monkeypatch):
+    record(tmp_path / "journal.jsonl").close()
+    monkeypatch.setattr("gradlift.cli._view._SHARE", 1e9)
+    read = []
+    monkeypatch.setattr("gradlift.cli._view.diagnose", lambda run: read.append(run) or [])
+    doctor = FindingsSoFar(tmp_path)
+    for size in (100, 100, 200, 2**40):
+        doctor.look(size)
+    assert len(read) == 2  # one that grows without end is not read as a whole
+
+
+def test_looking_for_findings_takes_a_tenth_of_the_time(tmp_path, monkeypatch):
+    record(tmp_path / "journal.jsonl").close()
+    clock = [0.0]
+    monkeypatch.setattr("gradlift.cli._view.time.monotonic", lambda: clock[0])
+    read = []
+
+    def slow(run):
+        read.append(clock[0])
+        clock[0] += 2.0
+        return []
+
+    monkeypatch.setattr("gradlift.cli._view.diagnose", slow)
+    doctor = FindingsSoFar(tmp_path)
+    for size in range(1, 100):
+        doctor.look(size)
+        clock[0] += 1.0
+    assert read == [0.0, 22.0, 44.0, 66.0, 88.0]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+import time
+import warnings
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import JournalError
+from ..analysis.diagnosis import Finding, diagnose
+from ..errors import JournalError, JournalWarning
 from ..formats import FP16
-from ..journal import Run, Sample, Step
+from ..journal import Run, Sample, Step, read_journal
 from ..journal.reader import add_lines, check_head, journal_at, open_journal
 from ..journal.validation import Distinct
 
 _BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
 _RECENT = 50  # steps that throughput is taken over
 _SHOWN = 5  # rows of the short tables
+_LONGEST = 2**27  # bytes of a journal that is read as a whole for its findings
+_SHARE = 0.1  # of the time that may go into looking for findings
 
 
 class Lane(NamedTuple):
@@ -193,6 +198,11 @@ class Tail:
             raise
         return True
 
+    @property
+    def read(self) -> int:
+        """Bytes read so far."""
+        return self._at
+
     def _take(self, block: bytes, path: Path) -> None:
         first = self._at == len(self._rest)  # no line was whole yet
         self._at += len(block)
@@ -202,6 +212,33 @@ class Tail:
         added = Run(path=path)
         self.view.damaged += add_lines(lines, added, self._distinct)
         self.view.add(added)
+
+
+class FindingsSoFar:
+    """The findings of a journal that is still being written: looked for when it has grown, and not
+    more often than takes a tenth of the time.
+
+    >>> FindingsSoFar("nowhere").look(0)
+    []
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._found: list[Finding] = []
+        self._read, self._not_before = 0, 0.0
+
+    def look(self, read: int) -> list[Finding]:
+        """The findings, if `read` bytes of the journal are whole lines."""
+        now = time.monotonic()
+        if read == self._read or read > _LONGEST or now < self._not_before:
+            return self._found
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JournalWarning)  # its last line may be half written
+            found = diagnose(read_journal(self.path))
+        self._read = read
+        self._found = [f for f in found if f.kind != "killed"]  # it has no ending yet
+        self._not_before = time.monotonic() + (time.monotonic() - now) / _SHARE
+        return self._found
 
 
 def _worst(sample: Sample | None) -> list[tuple[str, float, float]]:

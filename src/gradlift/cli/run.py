@@ -14,6 +14,7 @@ from ..errors import GradliftError, JournalWarning
 from ..journal import JOURNAL, Journal, Run, Sink, read_journal
 from ..observe import folder as _folder
 from ..observe import script as _script
+from ..observe.stopping import Stopper
 from ..rules import parse
 from ..session import RUNS, Session
 from ..text import visible
@@ -48,6 +49,11 @@ class ScriptCommand(click.Command):
     is_flag=True,
     help="Once a loss is not finite, do not run its forward pass again to find the cause.",
 )
+@click.option(
+    "--stop-on",
+    type=click.Choice(["broken"]),
+    help="End a run that cannot recover, with exit status 1. [default: never]",
+)
 @click.option("--no-source", is_flag=True, help="Do not record lines of the script's code.")
 @click.option("--apex", is_flag=True, help="`import apex` gives gradlift's amp and fp16_utils.")
 @click.option("--runs-dir", default=RUNS, show_default=True, type=Path)
@@ -60,6 +66,7 @@ def run(
     rule: str | None,
     every: int,
     no_rerun: bool,
+    stop_on: str | None,
     no_source: bool,
     apex: bool,
     runs_dir: Path,
@@ -76,6 +83,9 @@ def run(
 
     Output, weights, optimizer state and random numbers equal those of the plain run, to the bit.
     Only --rule changes the run: gradlift's scaler is used instead of torch's, with that rule.
+
+    --stop-on broken ends a run of which 50 steps in a row were lost: the loss or the gradients were
+    not finite at any scale. Weights that are not finite end it after 20.
     """
     if rule is not None:
         parse(rule)
@@ -88,8 +98,11 @@ def run(
     runs = runs_dir.absolute()  # the script may change the directory
     folder = _folder.make(stem, runs, name, command) if rank == 0 else _folder.shared(runs)
     pointer = _folder.share(folder, runs) if rank == 0 and world > 1 and folder else None
-    status: list[Sink] = [Status(quiet)] if rank == 0 else []
-    journal = Journal(_folder.journal_of(folder, rank), also=status)
+    sinks: list[Sink] = [Status(quiet)] if rank == 0 else []
+    stopper = Stopper()
+    if stop_on is not None:
+        sinks.append(stopper)
+    journal = Journal(_folder.journal_of(folder, rank), also=sinks)
     journal.describe(mode="run", command=list(command), every=every, world_size=world)
     session = Session(
         journal,
@@ -101,6 +114,9 @@ def run(
     process = os.getpid()
     with session:
         ending = _script.run(command)
+        stopper.over = True
+        if stopper.stopped and ending.well:  # the script has caught it
+            ending.status = 1
         ending.show()
         if os.getpid() != process:  # a child that the script has forked: its end is not the run's
             ending.leave()
@@ -108,31 +124,42 @@ def run(
     if pointer is not None:
         pointer.unlink(missing_ok=True)
     if rank == 0 and folder is not None:
-        _tell(folder, session, no_report, quiet, ending)
+        _tell(folder, session, no_report, quiet, ending, stopper.stopped)
     ending.leave()
 
 
 def _tell(
-    folder: Path, session: Session, no_report: bool, quiet: bool, ending: _script.Ending
+    folder: Path,
+    session: Session,
+    no_report: bool,
+    quiet: bool,
+    ending: _script.Ending,
+    stopped: str,
 ) -> None:
     if not {"torch", "jax", "keras"} & set(sys.modules) and not session.recorded:
         if ending.well:
             raise GradliftError("the script never imported torch: there was nothing to record")
         return
-    if quiet and no_report:
+    if quiet and no_report and not stopped:
         return
     from .. import report
+    from ..analysis.diagnosis import diagnose
+    from ..report.screen import screen
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", JournalWarning)
         run = read_journal(folder)
     if not no_report:
         _folder.write_file(folder / _folder.REPORT, report.html(run))
-    if not quiet:
-        shown = folder / (JOURNAL if no_report else _folder.REPORT)
-        what = "recorded" if no_report else "report"
-        lines = ["", *_summary(run, session.what_was_seen), f"{what}: {shown}"]
-        click.echo(visible("\n".join(lines), keep="\n"), err=True)
+    shown = folder / (JOURNAL if no_report else _folder.REPORT)
+    where = f"{'recorded' if no_report else 'report'}: {shown}"
+    if stopped:
+        answer = [line.text for line in screen(run, diagnose(run))]
+        lines = [where, "", f"gradlift has stopped this run: {stopped}.", *answer]
+    else:
+        lines = [*_summary(run, session.what_was_seen), where]
+    if stopped or not quiet:
+        click.echo(visible("\n".join(["", *lines]), keep="\n"), err=True)
     sys.stderr.flush()
 
 

@@ -13,10 +13,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.diagnosis import Finding
 from ..analysis.words import bits, duration, number, percent, power, sparkline
 from ..errors import JournalError
 from ..text import visible
-from ._view import Frame, Lane, Tail
+from ._view import FindingsSoFar, Frame, Lane, Tail
+
+_COLOURS = {"broken": "bold red", "warning": "bold yellow", "hint": "cyan"}
 
 
 @click.command()
@@ -31,21 +34,24 @@ from ._view import Frame, Lane, Tail
 )
 def watch(run: str, once: bool, interval: float) -> None:
     """Show a running job. RUN is its folder or its journal. Ctrl-C ends."""
-    tail, console = Tail(run), Console()
+    tail, doctor, console = Tail(run), FindingsSoFar(run), Console()
     if once:
         if not tail.look():
             raise JournalError(f"cannot read {run}: there is no journal yet")
-        console.print(drawn(tail.view.frame(_age(tail)), run))
+        console.print(_now(tail, doctor, run))
         return
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 found = tail.look()
-                now = drawn(tail.view.frame(_age(tail)), run) if found else waiting(run)
-                live.update(now, refresh=True)
+                live.update(_now(tail, doctor, run) if found else waiting(run), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         pass  # the usual end
+
+
+def _now(tail: Tail, doctor: FindingsSoFar, run: str) -> RenderableType:
+    return drawn(tail.view.frame(_age(tail)), run, doctor.look(tail.read))
 
 
 def _age(tail: Tail) -> float:
@@ -57,7 +63,7 @@ def waiting(run: str) -> Text:
     return Text(f"waiting for {visible(run)}: there is no journal yet")
 
 
-def drawn(frame: Frame, run: str) -> RenderableType:
+def drawn(frame: Frame, run: str, findings: Sequence[Finding] = ()) -> RenderableType:
     """A frame as text and tables. Names are never parsed as markup."""
     rule = str(frame.header.get("rule", "unknown"))
     parts: list[RenderableType] = [
@@ -66,6 +72,7 @@ def drawn(frame: Frame, run: str) -> RenderableType:
         _lanes(frame.lanes) if frame.lanes else Text("\nno steps yet\n"),
         *map(_history, frame.lanes),
         _skips(frame),
+        *map(_finding, findings),
     ]
     if frame.culprits:
         times = [(name, str(n)) for name, n in frame.culprits]
@@ -120,6 +127,19 @@ def _skips(frame: Frame) -> Text:
         line.append(f"; resumed: {frame.resumes}")
     if frame.damaged:
         line.append(f"; damaged lines: {frame.damaged}")
+    return line
+
+
+def _finding(finding: Finding) -> Text:
+    """Severity, title, place; the first line of what to do."""
+    place = f"  {visible(finding.place)}" if finding.place else ""
+    line = Text.assemble(
+        (f"{finding.severity:8}", _COLOURS[finding.severity]),
+        (visible(finding.title), "bold"),
+        place,
+    )
+    if finding.advice:
+        line.append(f"\n        -> {visible(finding.advice)}", style="dim")
     return line
 
 

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from .stopping import Stopped
+
 _FRAMES = 5  # the last of the script's own
 _LONGEST = 500  # characters of a message
 
@@ -28,6 +30,8 @@ def ending(
         )
     if isinstance(error, SystemExit):
         return ending(None, place, error.code)
+    if isinstance(error, Stopped):
+        return {"how": "stopped", "message": str(error)}
     how = "exception" if isinstance(error, Exception) else "interrupted"
     frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):

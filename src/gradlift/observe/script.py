@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GradliftError
+from .stopping import Stopped
 
 _GRACE = 10.0  # seconds for a report, after SIGTERM
 
@@ -96,7 +97,7 @@ class Ending:
         """Prints the script's error without gradlift's own frames, and waits for its threads,
         as Python does."""
         error = self.error
-        if error is not None and not isinstance(error, _Terminated):
+        if error is not None and not isinstance(error, (_Terminated, Stopped)):
             trace = error.__traceback__
             while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
                 trace = trace.tb_next

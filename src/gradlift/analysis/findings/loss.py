@@ -24,7 +24,7 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
     skipped = sum(s.skipped for s in bad)
     unknown = any(s.verdict is None for s in bad)
     outcome = "the log does not show whether they were" if unknown else f"{skipped} of them were"
-    still = " The run ended that way." if ended else ""
+    still = " All of the last steps were like that." if ended else ""
     return Finding(
         "broken" if broken else "warning",
         "The loss itself is not finite",

@@ -51,6 +51,7 @@ class CallOrder:
         self.nodes: list[Any] = []
         """The nodes that made them: a sum of scaled losses is scaled as well."""
         self.cut = False
+        self.windows = 0
         self.stepped: set[str] = set()
         """Optimizers that stepped since the last backward pass."""
         self.used: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -129,10 +130,17 @@ class CallOrder:
             self.recorder.calls(step, order, 1)
             self.places.write_source(self.recorder)
 
+        self.windows += 1
+        if self.windows >= 16 and self.windows & (self.windows - 1) == 0:
+            self._write_counts()  # a run that is still going on has shares too
+
     def close(self, step: int) -> None:
         """Writes a window that has no end, and how often each order was seen."""
         if self.window:
             self.end(step)
+        self._write_counts()
+
+    def _write_counts(self) -> None:
         for order, (first, count) in self.orders.items():
             if count > 1:
                 self.recorder.calls(first, order, count)
