@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..journal import Run
+from .findings.finding import loss_failed
 from .words import count
 
 
@@ -65,7 +66,7 @@ def _of_a_log(run: Run) -> Coverage:
     named = f" ({', '.join(map(str, formats))})" if isinstance(formats, list) and formats else ""
     looked = [f"{count(n, 'logged step')}{named}"]
     facts = [
-        ("the loss", sum(s.loss == s.loss for s in run.steps)),
+        ("the loss", sum(s.loss == s.loss or loss_failed(s) for s in run.steps)),
         ("the scale", sum(s.scale == s.scale for s in run.steps)),
         ("the norm", sum(s.norm == s.norm for s in run.steps)),
     ]

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from ..analysis.diagnosis import Finding, diagnose
 from ..errors import JournalError, JournalWarning
 from ..formats import FP16
-from ..journal import Run, Sample, Step, read_journal
-from ..journal.reader import add_lines, check_head, journal_at, open_journal
+from ..journal import Run, Sample, Step
+from ..journal.reader import add_lines, check_head, is_journal, journal_at, open_journal
 from ..journal.validation import Distinct
+from ..logs import LogReader, read_run
 
 _BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
 _RECENT = 50  # steps that throughput is taken over
@@ -164,7 +165,8 @@ class Trail:
 
 
 class Tail:
-    """Reads what was appended to a journal since the last call; an unfinished line is kept.
+    """Reads what was appended to a journal, or to somebody's log, since the last call; an
+    unfinished line is kept.
 
     >>> Tail("nowhere").look()
     False
@@ -179,11 +181,13 @@ class Tail:
         self.changed = math.nan  # the file's time of modification
         self._file, self._at, self._rest = file, 0, b""
         self._distinct = Distinct()
+        self._log: LogReader | None = None
 
     def look(self) -> bool:
         """Reads new lines; False while there is no journal."""
         path = journal_at(self.path)
         try:
+            log = not is_journal(path)
             with open_journal(path) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._at:
@@ -191,7 +195,10 @@ class Tail:
                 self.changed = now.st_mtime
                 file.seek(self._at)
                 while block := file.read(_BLOCK):
-                    self._take(block, path)
+                    if log:
+                        self._take_log(block)
+                    else:
+                        self._take(block, path)
         except JournalError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return False
@@ -202,6 +209,12 @@ class Tail:
     def read(self) -> int:
         """Bytes read so far."""
         return self._at
+
+    def _take_log(self, block: bytes) -> None:
+        self._at += len(block)
+        self._log = self._log or LogReader()
+        self._log.feed(block)
+        self.view.add(self._log.new())
 
     def _take(self, block: bytes, path: Path) -> None:
         first = self._at == len(self._rest)  # no line was whole yet
@@ -234,7 +247,7 @@ class FindingsSoFar:
             return self._found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JournalWarning)  # its last line may be half written
-            found = diagnose(read_journal(self.path))
+            found = diagnose(read_run(self.path))
         self._read = read
         self._found = [f for f in found if f.kind != "killed"]  # it has no ending yet
         self._not_before = time.monotonic() + (time.monotonic() - now) / _SHARE

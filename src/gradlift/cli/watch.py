@@ -33,7 +33,7 @@ _COLOURS = {"broken": "bold red", "warning": "bold yellow", "hint": "cyan"}
     help="Seconds between two updates.",
 )
 def watch(run: str, once: bool, interval: float) -> None:
-    """Show a running job. RUN is its folder or its journal. Ctrl-C ends."""
+    """Show a running job. RUN is its folder, its journal or its log. Ctrl-C ends."""
     tail, doctor, console = Tail(run), FindingsSoFar(run), Console()
     if once:
         if not tail.look():
@@ -65,10 +65,12 @@ def waiting(run: str) -> Text:
 
 def drawn(frame: Frame, run: str, findings: Sequence[Finding] = ()) -> RenderableType:
     """A frame as text and tables. Names are never parsed as markup."""
-    rule = str(frame.header.get("rule", "unknown"))
+    kind = "log of" if frame.header.get("mode") == "log" else "rule"
+    formats = ", ".join(map(str, frame.header.get("formats") or ()))
+    rule = formats or str(frame.header.get("rule", "unknown"))
     parts: list[RenderableType] = [
         Text(visible(run), style="bold", no_wrap=True, overflow="ellipsis"),
-        Text(f"rule {rule}{_speed(frame)}"),
+        Text(f"{kind} {visible(rule)}{_speed(frame)}"),
         _lanes(frame.lanes) if frame.lanes else Text("\nno steps yet\n"),
         *map(_history, frame.lanes),
         _skips(frame),

@@ -109,7 +109,7 @@ class LogReader:
         """The steps since the last call; those that the next lines may still change are left."""
         steps = self._console.assembly.steps
         given, self._given = min(self._given, len(steps)), len(steps)
-        return Run(self._header(), steps[given:])
+        return Run({} if given else self._header(), steps[given:])
 
     def end(self) -> Run:
         """Everything; no block will follow."""
