@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 2
 
 # One pytest process a folder: two frameworks never meet in one process. The longest come first.
 SUITES := torch observe integrations keras-tensorflow jax keras-jax core keras-torch mxnet doctor-slice
-SUITES += browser numpy
+SUITES += logs browser numpy
 
 .PHONY: run test lint prove kills fuzz mutants bench docs clean always
 

@@ -187,7 +187,7 @@ class Tail:
         """Reads new lines; False while there is no journal."""
         path = journal_at(self.path)
         try:
-            log = not is_journal(path)
+            log = path.suffix != ".jsonl" and not is_journal(path)
             with open_journal(path) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._at:

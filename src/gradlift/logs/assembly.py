@@ -23,7 +23,7 @@ RECENT = 7  # numbers of steps that are remembered
 _BACKOFF = 2.0  # apex, fairseq and ColossalAI halve, and print only what is left
 
 
-@dataclass
+@dataclass(slots=True)
 class _Draft:
     """A step that is not finished: the next lines may say more about it."""
 
@@ -43,12 +43,17 @@ class _Draft:
     static: bool = False
     culprits: tuple[str, ...] = ()
     key: str = ""
+    rank: int | None = None
+    grown: float | None = None
+    """The scale was raised to this before the next step."""
 
     def fill(self, row: Row) -> None:
         """Takes what is not known yet."""
-        for name in ("loss", "norm", "lr", "scale", "next_scale"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(row, name))
+        self.loss = row.loss if self.loss is None else self.loss
+        self.norm = row.norm if self.norm is None else self.norm
+        self.lr = row.lr if self.lr is None else self.lr
+        self.scale = row.scale if self.scale is None else self.scale
+        self.next_scale = row.next_scale if self.next_scale is None else self.next_scale
 
 
 class Assembly:
@@ -78,6 +83,7 @@ class Assembly:
         self._seen_skips = 0  # since the last numbered line
         self._rank: int | None = None
         self._norms = False
+        self._last_skipped = False
         self._unsettled: list[int] = []
         self._stride = 1
         self._ordinary = 0
@@ -95,11 +101,8 @@ class Assembly:
             self._culprits.append(row.culprit)
         elif row.skipped:
             self._skip(row, line, None if at is None else at + 1)
-        elif row.loss is None and row.norm is None and row.skips_in_all is None:
-            if row.skips is None:
-                self._moved(row)
-            else:
-                self._numbered(row, line, at)
+        elif row.loss is row.norm is None and row.scale is not None and row.next_scale is not None:
+            self._moved(row)
         else:
             self._numbered(row, line, at)
 
@@ -115,7 +118,15 @@ class Assembly:
             if last.number is None:
                 last.number = number
             return
-        draft = _Draft(number, line, skipped=True, floor=row.floor, static=row.static, key=row.key)
+        draft = _Draft(
+            number,
+            line,
+            skipped=True,
+            floor=row.floor,
+            static=row.static,
+            key=row.key,
+            rank=row.rank,
+        )
         draft.halted = row.floor and row.scale is None
         draft.fill(row)
         draft.culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
@@ -139,16 +150,21 @@ class Assembly:
             self.repeated += 1
             return True
         moved = row.next_scale is not None and row.scale != row.next_scale
-        if row.rank is None and moved and not row.hysteresis and row.next_scale == last.next_scale:
+        ranked = row.rank is not None and last.rank is not None
+        if not ranked and moved and not row.hysteresis and row.next_scale == last.next_scale:
             self.repeated += row.scale == last.scale
             return row.scale is None or last.scale is None or row.scale == last.scale
         return False
 
     def _moved(self, row: Row) -> None:
         """A line that only says where the scale went."""
-        if row.next_scale is not None:
-            self._flush_open()
-            self._scale[row.key] = row.next_scale
+        if row.next_scale is None:
+            return
+        if self._pending:
+            self._pending[-1].grown = row.next_scale
+            return
+        self._flush_open()
+        self._scale[row.key] = row.next_scale
 
     # lines with the numbers of a step
 
@@ -171,24 +187,31 @@ class Assembly:
         if row.counted and (before is not None or number <= FIRST_STEPS):
             slots = number - (before or 0)
         self._hide(self._count(row, slots), row.bad_losses, line)
-        without_norm = bool(row.skips) and row.norm is None and self._norms
-        itself = (
-            row.counted
-            and bool(self._pending)
-            and (
-                without_norm
-                or (slots is not None and len(self._pending) >= slots > 0)
-                or self._pending[-1].number == number
-            )
-        )
+        itself = bool(self._pending) and row.counted and self._about_itself(row, number, slots)
         draft = self._pending.pop() if itself else _Draft(number, line)
         draft.number = number
         draft.fill(row)
         draft.applied = not itself and (row.skips is not None or row.skips_in_all is not None)
-        self._place(number, number - len(self._pending) if before is None else before + 1)
+        first = (before or 0) + 1
+        if before is not None and slots and not self._last_skipped:
+            first = max(first, number - len(self._pending))  # as if in a row, up to this line
+        self._place(number, first)
         self._before, self._number, self._open = before, number, draft
-        self._recent = {**dict(list(self._recent.items())[-RECENT:]), number: line}
+        self._recent[number] = line
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
         self._norms |= row.norm is not None
+
+    def _about_itself(self, row: Row, number: int, slots: int | None) -> bool:
+        """Was the step of a numbered line the last of those that were skipped?"""
+        if self._pending[-1].number is not None:
+            return self._pending[-1].number == number
+        if slots is not None and len(self._pending) >= slots > 0:
+            return True
+        if row.skips and row.norm is None and self._norms:  # Megatron leaves it out then
+            return True
+        unknown = row.loss is None and row.norm is None
+        return unknown and self._number is not None and not self._last_skipped
 
     def _next(self, row: Row) -> int:
         """How far a line without a number is from the one before: the overflows between them count,
@@ -294,7 +317,8 @@ class Assembly:
             key=d.key,
         )
         if after is not None:
-            self._scale[d.key] = after
+            self._scale[d.key] = after if d.grown is None else d.grown
+        self._last_skipped = d.skipped
         self._keep(step, d)
 
     def _keep(self, step: Step, d: _Draft) -> None:

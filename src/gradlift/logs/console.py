@@ -22,7 +22,8 @@ LINE_FORMATS: tuple[LineFormat, ...] = (
     *trainers.FORMATS,
 )
 _BAR = re.compile(
-    rf"(?:(?P<label>[^\W\d][^%|]*):\s*)?(?:\d{{1,3}}%\|[^|]*\| *)?(?P<done>{I})/(?P<all>{I}) \["
+    r"(?:(?P<label>[^\W\d][^%|]{0,60}):\s{0,9})?(?:\d{1,3}%\|[^|]*\| *)?"
+    rf"(?P<done>{I})/(?P<all>{I}) \["
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
@@ -78,10 +79,11 @@ class Console:
                 self._follow(line)
             if traces and _TRACEBACK in line:
                 self._trace = _Trace(line[: line.index(_TRACEBACK)])
+            tried = readers
             if self._cut:
-                line, self._cut = self._joined(line), ""
+                line, self._cut, tried = self._joined(line), "", self._readers
             known = False
-            for piece, read in readers:
+            for piece, read in tried:
                 if piece in line:
                     for row in read(line):
                         known = True

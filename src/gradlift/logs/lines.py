@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 
-LONGEST = 2**16  # characters; what is longer is cut into several lines
+LONGEST = 2**14  # characters; what is longer is cut into several lines
 _ENDS = re.compile(r"[\r\n]+")
 _CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}

@@ -16,7 +16,7 @@ from .row import Row
 
 _NAME = "megatron"
 _LINE = re.compile(rf"iteration\s+(?P<step>{I})/\s*{I} \|(?P<rest>.*)\|")
-_FIELD = re.compile(rf"([^|:]+): *({N})[^|]*(?:\||$)")
+_FIELD = re.compile(rf"([^|:]{{1,60}}): *({N})[^|]{{0,60}}(?:\||$)")
 _LOSSES = ("lm loss", "lm_loss", "loss", "reduced_train_loss", "total loss")
 
 

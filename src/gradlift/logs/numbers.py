@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-N = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|[iI]nf(?:inity)?|[nN]a[nN])"
-"""A number: 3, 2.5e-4, inf, nan."""
+N = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?i:inf(?:inity)?|nan))"
+"""A number: 3, 2.5e-4, inf, NAN."""
 I = r"\d{1,18}"  # noqa: E741
 """A count."""
 _MOST = 400  # characters: no float is longer

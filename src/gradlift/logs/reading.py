@@ -10,7 +10,7 @@ from typing import Any
 from ..core import Cause
 from ..errors import LogError
 from ..journal import JOURNAL, Event, Run, Step, read_journal
-from ..journal.reader import is_journal, open_journal
+from ..journal.reader import is_journal, journal_at, open_journal
 from ..text import visible
 from .assembly import Assembly
 from .console import LINE_FORMATS, Console, of_pattern
@@ -43,8 +43,9 @@ def read_run(
     """
     several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if format is None and pattern is None and len(several) == 1:
-        path = Path(several[0])
-        if (path / JOURNAL).exists() if path.is_dir() else is_journal(path):
+        given = Path(several[0])
+        path = journal_at(given)
+        if path.exists() if path != given else is_journal(path):
             return read_journal(path)
     return read_log(several, format=format, pattern=pattern)
 
@@ -98,7 +99,7 @@ class LogReader:
         self._console = Console([of_pattern(pattern)] if pattern else wanted)
         self._table: Table | None = None
         self._tables = not pattern and (not formats or CSV.name in formats)
-        self._begun = False
+        self._begun = self._named = False
         self._given = 0
 
     def feed(self, block: bytes) -> None:
@@ -109,7 +110,9 @@ class LogReader:
         """The steps since the last call; those that the next lines may still change are left."""
         steps = self._console.assembly.steps
         given, self._given = min(self._given, len(steps)), len(steps)
-        return Run({} if given else self._header(), steps[given:])
+        header = self._header() if self._console.found and not self._named else {}
+        self._named |= bool(header)
+        return Run(header, steps[given:])
 
     def end(self) -> Run:
         """Everything; no block will follow."""

@@ -15,7 +15,7 @@ _DICT = re.compile(r"\{'[^{}]{1,20000}\}")
 _PAIR = re.compile(rf"'([^']{{1,200}})': '?({N})'?(?=[,}}])")
 _NANOGPT = re.compile(rf"(?:^|\s)iter (?P<step>{I}): loss (?P<loss>{N}), time ")
 _TITAN = re.compile(rf"step:\s*(?P<step>{I})\s+loss:\s*(?P<loss>{N})\s+grad_norm:\s*(?P<norm>{N})")
-_KERAS = re.compile(rf"(?P<done>{I})/(?P<all>{I})\s.*?/(?:step|epoch)\b(?P<rest>.*)")
+_KERAS = re.compile(rf"(?P<done>{I})/(?P<all>{I})\s.{{0,300}}?/(?:step|epoch)\b(?P<rest>.*)")
 _KERAS_PAIR = re.compile(rf" - ([\w/ ]{{1,80}}): ({N})")
 _APEX = re.compile(
     rf"Gradient overflow\.\s+Skipping step, (?:loss scaler (?P<key>{I}) )?"
@@ -28,6 +28,8 @@ def transformers(facts: dict[str, float | None], step: int | None = None) -> Row
     if "loss" not in facts and "grad_norm" not in facts:
         return None  # an evaluation, or the summary at the end
     known = {field: value for name, value in facts.items() if (field := field_of(name))}
+    if known.get("loss") is known.get("norm") is None:
+        return None
     in_all = whole(known.get("skips_in_all"))
     return Row(
         "transformers",

@@ -30,12 +30,19 @@ def nan_applied(steps: list[Step], run: Run) -> Finding | None:
     bad = [s for s in steps if s.cause is Cause.LOSS_NONFINITE and s.verdict is Verdict.APPLY]
     if not bad or not of_a_log(run):
         return None
+    last = steps.index(bad[-1])
+    after = [s for s in steps[last + 1 :] if math.isfinite(s.loss)]
+    then = (
+        f"At step {after[0].step} it is finite again, so the weights are: the mean that is printed "
+        "has a division by zero in it, or one rank's loss."
+        if after
+        else "The updates that followed from it were written into the weights."
+    )
     return Finding(
-        "broken",
+        "warning" if after else "broken",
         "The loss is not finite, and no step was skipped for it",
         f"In {count(len(bad), 'logged step')}, first at step {bad[0].step}, the loss is "
-        f"{bad[0].loss:g}, while the log counts these steps as applied: the updates that followed "
-        "from it were written into the weights.",
+        f"{bad[0].loss:g}, while the log counts these steps as applied. {then}",
         numbers(bad),
         (),
         f"Load the last checkpoint from before step {bad[0].step}; let the trainer stop at such a "

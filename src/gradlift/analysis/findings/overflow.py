@@ -36,7 +36,7 @@ def thrash(steps: list[Step], run: Run) -> Finding | None:
     at, places = max(cycles.items(), key=lambda item: len(item[1]), default=(math.nan, []))
     if len(places) < THRASH_CYCLES:
         return None
-    span = places[-1] - places[0] + 1
+    span = spanned(steps[places[0] : places[-1] + 1], run)
     if len(places) < THRASH_RATE * span:
         return None
     bad = [steps[i] for i in places]
@@ -249,9 +249,11 @@ def _search(steps: list[Step]) -> tuple[list[Step], int]:
     """The overflows of the search for a first scale, and how many steps it took."""
     bad: list[Step] = []
     clean = length = stuck = 0
-    scale = math.inf
+    scale, before = math.inf, steps[0].step if steps else 0
     for i, s in enumerate(steps):
-        if clean == START_CLEAN or s.scale > scale:
+        clean += max(0, s.step - before - 1)  # steps that a log does not name
+        before = s.step
+        if clean >= START_CLEAN or s.scale > scale:
             break
         stuck = stuck if s.scale == scale else 0
         scale, clean = s.scale, clean + 1

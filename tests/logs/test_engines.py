@@ -1,0 +1,222 @@
+"""Logs that the engines themselves write here: real DeepSpeed, transformers, Lightning, Keras."""
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradlift import Cause, diagnose
+from gradlift.logs import read_log
+
+HERE = Path(__file__).parent
+
+
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+# DeepSpeed
+
+
+@pytest.fixture(scope="module")
+def deepspeed_log(tmp_path_factory):
+    """ZeRO stage 1 in float16, whose gradients are NaN from step 12 on."""
+    log = tmp_path_factory.mktemp("deepspeed") / "train.log"
+    job = [sys.executable, str(HERE / "deepspeed_job.py"), "1", "40", "12"]
+    environment = {**os.environ, "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as out:
+        done = subprocess.run(job, stdout=out, stderr=out, env=environment, check=False)
+    assert done.returncode == 1
+    return log
+
+
+def test_a_deepspeed_run_that_died_at_the_smallest_scale(deepspeed_log):
+    run = read_log(deepspeed_log)
+    lost = [s for s in run.steps if s.skipped]
+    assert [s.step for s in lost] == list(range(12, 23))
+    assert [s.scale for s in lost] == [2.0**e for e in range(10, -1, -1)]
+    assert [s.cause for s in lost] == [Cause.UNKNOWN_NONFINITE] * 10 + [Cause.FLOOR]
+    finding = diagnose(deepspeed_log)[0]
+    assert (finding.severity, finding.kind, finding.steps[0]) == ("broken", "floor", 12)
+    assert "since step 12" in finding.evidence
+    assert "does not show whether the loss was finite" in finding.evidence
+    assert "checkpoint from before step 12" in finding.advice
+    assert len(diagnose(deepspeed_log)) == 1  # the exception is its consequence
+
+
+SCALER = """
+import torch
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.utils import logger
+
+loss_scaler.dist.is_initialized, loss_scaler.dist.get_rank = lambda: True, lambda *_: 0
+for each in (logger, *logger.handlers):
+    each.setLevel("INFO")
+scaler = loss_scaler.DynamicLossScaler(
+    init_scale=16.0, scale_window=3, min_scale=1, delayed_shift=2,
+    consecutive_hysteresis=False, raise_error_at_min_scale=True, dtype=torch.half,
+)
+for _ in range(7):
+    scaler.update_scale(True)
+"""
+
+
+def test_deepspeeds_own_scaler_prints_what_is_read(tmp_path):
+    """Hysteresis, the floor and the exception, by the class that prints them."""
+    script = tmp_path / "scaler.py"
+    script.write_text(SCALER)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
+    )
+    log = tmp_path / "run.log"
+    log.write_text(done.stdout + done.stderr)
+    run = read_log(log)
+    assert [(s.scale, s.next_scale) for s in run.steps] == [
+        (16.0, 16.0), (16.0, 8.0), (8.0, 4.0), (4.0, 2.0), (2.0, 1.0), (1.0, 1.0),
+    ]  # fmt: skip
+    assert run.header["hysteresis"] == 1
+    assert run.steps[-1].cause is Cause.FLOOR
+
+
+# transformers
+
+
+def train(folder, bad_from, **more):
+    """A real Trainer whose gradients are NaN from a batch on, and whose norm says so."""
+    from transformers import Trainer, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.calls = 0
+
+        def forward(self, x, labels):
+            self.calls += 1
+            loss = (self.layer(x).squeeze(-1) - labels).square().mean()
+            return {"loss": loss * (float("nan") if self.calls >= bad_from else 1.0)}
+
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(64)]
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], max_steps=12, logging_steps=2,
+        per_device_train_batch_size=4, save_steps=12, **more,
+    )  # fmt: skip
+    Trainer(Net(), arguments, train_dataset=data).train()
+
+
+def test_transformers_console_and_state(tmp_path, capfd):
+    train(tmp_path / "out", bad_from=7)
+    captured = capfd.readouterr()
+    log = tmp_path / "console.log"
+    log.write_text(captured.out + captured.err)
+    state = read_log(tmp_path / "out")
+    console = read_log(log)
+    assert state.header["formats"] == ["trainer_state"]
+    assert [s.step for s in state.steps] == [2, 4, 6, 8, 10, 12]
+    assert [s.verdict is None for s in state.steps] == [False] * 3 + [True] * 3
+    assert [round(s.loss, 3) for s in console.steps] == [round(s.loss, 3) for s in state.steps]
+    for run in (state, console):
+        found = diagnose(run)[0]
+        assert (found.severity, found.kind) == ("broken", "norm-nonfinite")
+        assert "logging_nan_inf_filter" in found.evidence
+    assert diagnose(state)[0].steps[0] == 8
+
+
+def test_a_sound_trainer_run_has_no_finding(tmp_path, capfd):
+    train(tmp_path / "out", bad_from=1000)
+    assert diagnose(read_log(tmp_path / "out")) == []
+
+
+# Tables
+
+
+def test_lightnings_metrics(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    for step in (9, 19, 29):
+        logger.log_metrics({"train_loss": 1.0 / step, "epoch": 0}, step=step)
+        logger.log_metrics({"loss_scale": 1024.0, "skipped_steps": 0}, step=step)
+    logger.save()
+    run = read_log(tmp_path)
+    assert run.header["formats"] == ["csv"]
+    assert [(s.step, s.next_scale) for s in run.steps] == [(9, 1024.0), (19, 1024.0), (29, 1024.0)]
+    assert run.steps[0].loss == pytest.approx(1 / 9)
+
+
+def test_keras_csv_and_console(tmp_path):
+    """In a process of its own, on a backend of its own."""
+    script = tmp_path / "fit.py"
+    script.write_text(
+        "import keras, numpy as np\n"
+        "keras.utils.set_random_seed(0)\n"
+        "model = keras.Sequential([keras.layers.Dense(1)])\n"
+        "model.compile('sgd', loss='mse')\n"
+        "x = np.random.randn(64, 4).astype('float32')\n"
+        "logger = keras.callbacks.CSVLogger('h.csv')\n"
+        "model.fit(x, x[:, :1], epochs=3, verbose=2, callbacks=[logger])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+    )  # fmt: skip
+    (tmp_path / "run.log").write_text(done.stdout)
+    console, table = read_log(tmp_path / "run.log"), read_log(tmp_path / "h.csv")
+    assert console.header["formats"] == ["keras"]
+    assert [s.step for s in table.steps] == [0, 1, 2]
+    assert [s.loss for s in console.steps] == pytest.approx([s.loss for s in table.steps], abs=1e-4)
+
+
+def test_tables_of_other_makers(tmp_path):
+    wandb = tmp_path / "wandb.csv"
+    wandb.write_text(
+        '"Step","run-1 - train/loss","run-1 - train/loss__MIN","run-1 - train/grad_norm"\n'
+        '"10","2.5","2.5","1.5"\n"20","NaN","NaN",""\n'
+    )
+    run = read_log(wandb)
+    assert (run.steps[0].step, run.steps[0].norm) == (10, 1.5)
+    assert run.steps[1].cause is Cause.LOSS_NONFINITE
+    monitor = tmp_path / "Train_Samples_loss_scale.csv"
+    monitor.write_text("step,loss_scale\n32,65536\n64,32768\n")
+    assert [s.next_scale for s in read_log(monitor).steps] == [65536.0, 32768.0]
+
+
+# TensorBoard
+
+
+def test_event_files_of_torch(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.add_scalar("train/loss", 2.0 / step if step < 5 else math.nan, step)
+            writer.add_scalar("train/loss_scale", 1024.0, step)
+            writer.add_scalar("train/accuracy", 0.5, step)
+            writer.add_histogram("weights", np.arange(10), step)
+    run = read_log(tmp_path)
+    assert run.header["formats"] == ["tensorboard"]
+    assert [s.loss for s in run.steps][:4] == [2.0, 1.0, pytest.approx(2 / 3), 0.5]
+    assert run.steps[4].cause is Cause.LOSS_NONFINITE
+    assert {s.next_scale for s in run.steps} == {1024.0}
+
+
+def test_event_files_of_tensorflow(tmp_path):
+    """TensorFlow writes a scalar as a tensor. A process of its own: torch is in this one."""
+    script = (
+        "import sys, tensorflow as tf\n"
+        "with tf.summary.create_file_writer(sys.argv[1]).as_default():\n"
+        "    for step in range(3):\n"
+        "        tf.summary.scalar('epoch_loss', 1.0 + step, step=step)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True)
+    assert [(s.step, s.loss) for s in read_log(tmp_path).steps] == [(0, 1.0), (1, 2.0), (2, 3.0)]
