@@ -30,10 +30,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from gradlift import Cause, Verdict, read_journal
+from gradlift import Cause, Journal, Verdict, read_journal
 from gradlift.core import HALF_LOSS
 from gradlift.errors import TrainingHalted
-from gradlift.journal import Step
+from gradlift.journal import Recorder, Step, set_current
 from gradlift.rules import resolve
 
 from .documents import ROOT
@@ -454,11 +454,22 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def outcome(Driver, name):
-    """One run of a story, shared by the tests below."""
-    story = STORIES[name]
+def outcome(Driver, name, around=False):
+    """One run of a story, shared by the tests below; `around`: it is recorded as `gradlift.record`
+    does, and the adapter has no journal of its own."""
     path = Path(tempfile.mkdtemp()) / "run.jsonl"
-    driver = Driver(story.rule, journal=str(path), **story.limits)
+    if not around:
+        return told(Driver, STORIES[name], path, journal=str(path))
+    with Journal(path) as journal:
+        set_current(Recorder(journal))
+        try:
+            return told(Driver, STORIES[name], path)
+        finally:
+            set_current(None)
+
+
+def told(Driver, story, path, **own):
+    driver = Driver(story.rule, **own, **story.limits)
     returned, halt, at = [], None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -593,6 +604,32 @@ def test_the_events(Driver, name):
     found = [(e.step, e.what, e.detail) for e in done.run.events]
     assert found == list(events_for(Driver, story.events))
     assert done.run.samples == done.run.probes == []
+
+
+RECORDED_AROUND = (
+    "two culprits",
+    "a halt after too many skips",
+    "retries",
+    "auto, where nothing is retried",
+    "a float16 loss",
+)
+
+
+@pytest.mark.parametrize("name", RECORDED_AROUND)
+def test_a_run_around_gets_what_a_journal_gets(Driver, name):
+    """And no count, no saved scale and no halt depends on which of them there is."""
+    own, around = asked(Driver, name)[1], outcome(Driver, name, around=True)
+    assert plain_lines(around.run) == plain_lines(own.run)
+    assert (around.halt, around.halted_at) == (own.halt, own.halted_at)
+    assert around.driver.skipped_steps == own.driver.skipped_steps
+    if own.state is not None:
+        assert shared(around.state) == shared(own.state)
+
+
+def plain_lines(run):
+    """Header, steps and events without times, in a form in which NaN equals NaN."""
+    header = {**run.header, "time": None}
+    return repr([header, [s._replace(seconds=0.0) for s in run.steps], run.events])
 
 
 # What the caller gets
