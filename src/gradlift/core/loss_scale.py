@@ -151,7 +151,7 @@ class LossScale:
         )
 
     def sharpen(self) -> None:
-        """Batches are retried from now on, so "auto" may go nearer to the edge."""
+        """Batches are retried from now on, so "auto" keeps less headroom."""
         if self.rule != self._sharp:
             self.state = sharpened(self.rule, self._sharp, self.state)
             self.rule = self._sharp

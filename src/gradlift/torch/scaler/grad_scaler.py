@@ -421,7 +421,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         return clean_at
 
     def _sharpen(self) -> None:
-        """Batches are retried from now on, so "auto" may go nearer to the edge."""
+        """Batches are retried from now on, so "auto" keeps less headroom."""
         settings = self._settings
         if settings.sharp is None:
             return
