@@ -104,7 +104,7 @@ def choose(
     verdict, scale, reason = _recommended(phases, highest, wanted, margin_bits)
     if zero >= 0.5:
         reason += (
-            f" {percent(zero)} of the elements were zero. If they were flushed, a recording of a "
+            f" {_percent(zero)} of the elements were zero. If they were flushed, a recording of a "
             "float32 run shows their size."
         )
     return Advice(verdict, scale, reason, candidates, zero)
@@ -134,19 +134,19 @@ def _recommended(
         return (
             "none",
             1.0,
-            f"{top}, and without any scale {percent(lost(0))} {below}: you need none.",
+            f"{top}, and without any scale {_percent(lost(0))} {below}: you need none.",
         )
     if lost(safe) <= LOSES_LITTLE:
         return (
             "static",
             2.0**safe,
             f"{top}; 2^{safe} leaves {margin_bits} bit{'s' * (margin_bits != 1)} above it, and "
-            f"{percent(lost(safe))} {below} (without a scale: {percent(lost(0))}).",
+            f"{_percent(lost(safe))} {below} (without a scale: {_percent(lost(0))}).",
         )
     return (
         "no single scale",
         None,
-        f"{top}, so 2^{safe} is as much as is safe, and there {percent(lost(safe))} {below} in "
+        f"{top}, so 2^{safe} is as much as is safe, and there {_percent(lost(safe))} {below} in "
         'some part of the run: no single scale fits. Use rule="auto", which follows the gradients; '
         "lift the smallest layers (gradlift.torch.layerwise) or keep them in float32; or use "
         "bfloat16.",
@@ -186,6 +186,11 @@ def _thinned(advice: Advice) -> list[Candidate]:
     scales = [c.scale for c in advice.candidates]
     start = scales.index(advice.scale) % every if advice.scale in scales else 0
     return list(advice.candidates[start::every])
+
+
+def _percent(share: float) -> str:
+    """In one word, which a line is not broken in."""
+    return percent(share).replace(" %", "%")
 
 
 def _cell(share: float) -> str:
