@@ -81,8 +81,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Says more about somebody else's error, which stays what it is; before Python 3.11 in a
-    warning.
+    """Adds a note to an error of other code, whose type and text stay as they are; before Python
+    3.11 the note is a warning.
 
     >>> try:
     ...     raise MemoryError("out of memory")

@@ -67,7 +67,7 @@ def test_large_gradients_want_a_scale_below_one():
 def test_a_range_that_is_too_wide():
     advice = find_scale(recorded({-40: 50, 0: 50}))
     assert (advice.verdict, advice.scale) == ("no single scale", None)
-    assert "50% of the elements" in advice.reason
+    assert "50.0% of the elements" in advice.reason
     assert 'rule="auto"' in advice.reason
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_tell():
 
 
 def test_zeros_may_have_been_flushed():
-    assert "50% of the elements were zero" in find_scale(recorded({0: 5}, zeros=5)).reason
+    assert "50.0% of the elements were zero" in find_scale(recorded({0: 5}, zeros=5)).reason
     assert "zero" not in find_scale(recorded({0: 6}, zeros=5)).reason
 
 

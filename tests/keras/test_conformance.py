@@ -10,6 +10,7 @@ from conformance.suite import *  # noqa: F403
 from keras import ops
 
 from gradlift import Cause
+from gradlift.journal import current
 from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 BACKEND = keras.backend.backend()
@@ -33,7 +34,7 @@ class Stateful:
         self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule, **limits)
         self.optimizer.build(list(self.params.values()))
         self.logger = None
-        if journal is not None:
+        if journal is not None or current() is not None:
             self.logger = ScaleLogger(journal)
             self.logger.set_model(SimpleNamespace(optimizer=self.optimizer, steps_per_execution=1))
             self.logger.on_train_begin()

@@ -164,9 +164,9 @@ CORE = (
         "test_loss_scale.py::test_a_ceiling_holds_from_now_on",
     ),
     Mutant(
-        "core/loss_scale.py",
-        "if not self.rule.calibrated(self.state):",
-        "if True:",
+        "core/decision.py",
+        "if rule.calibrated(state):",
+        "if False:",
         "what a rule has learned is kept when it becomes sharp",
         "test_loss_scale.py::test_sharpening_keeps_what_was_learned",
     ),

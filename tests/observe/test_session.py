@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from observe.running import PYTHON, SMALL, gradlift, recorded
+from observe.running import END, PYTHON, SMALL, gradlift, recorded
 
 import gradlift as package
 from gradlift import read_journal
@@ -90,32 +90,65 @@ def notes(folder):
     return {e.detail["code"]: e.detail["text"] for e in events if e.what == "note"}
 
 
+SEEDED = SMALL + END + "import numpy, random\nnumpy.random.seed(0), random.seed(0)\n"
+STEPS = """
+step()
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+step(float("nan"))
+everything(model, optimizer, scaler)
+"""
+NEVER = """
+model(torch.randn(4, 4)).sum().backward()
+everything(model)
+"""
+JAX = """
+import jax, jax.numpy as jnp, optax
+weights, sgd = jnp.ones(4), optax.sgd(0.1, momentum=0.9)
+state = sgd.init(weights)
+for i in range(4):
+    x = jax.random.normal(jax.random.key(i), 4)
+    loss, grads = jax.value_and_grad(lambda w: (w * x).sum() ** 2)(weights)
+    updates, state = sgd.update(grads, state)
+    weights = optax.apply_updates(weights, updates)
+print(loss, weights, state)
+"""
+KERAS = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"
+import keras, numpy
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+x = numpy.random.randn(8, 4)
+print(model.fit(x, x[:, :1], verbose=0).history, numpy.random.rand())
+print([v.numpy().tolist() for v in model.variables + model.optimizer.variables if v.ndim])
+"""
 SENTENCES = {
-    "never steps": ("import torch\ntorch.ones(2).sum()\n", "no optimizer stepped"),
+    "never steps": (SEEDED + NEVER, "no optimizer stepped"),
     "disabled": (
-        SMALL.replace('"cpu", init_scale', "enabled=False, init_scale") + "step()\n",
+        SEEDED.replace('"cpu", init_scale', "enabled=False, init_scale") + STEPS,
         "GradScaler is disabled: nothing is scaled",
     ),
-    "no CUDA": (SMALL.replace('"cpu", ', "") + "step()\n", "GradScaler is disabled"),
-    "jax": ("import jax\nprint(jax.numpy.ones(2).sum())\n", "gradlift.jax.log(None, result, step)"),
-    "keras": (
-        "import os\nos.environ['KERAS_BACKEND'] = 'jax'\nimport keras\nprint(1)\n",
-        "callbacks=[ScaleLogger()]",
-    ),
+    "no CUDA": (SEEDED.replace('"cpu", ', "") + STEPS, "GradScaler is disabled"),
+    "jax": (JAX, "gradlift.jax.log(None, result, step)"),
+    "keras": (KERAS, "callbacks=[ScaleLogger()]"),
 }
 
 
 @pytest.mark.parametrize("case", SENTENCES)
 def test_one_sentence_says_what_was_seen(case, tmp_path):
+    """And nothing differs from the plain run: weights, states, random numbers."""
     script, sentence = SENTENCES[case]
     (tmp_path / "train.py").write_text(script)
     plain = gradlift("train.py", cwd=tmp_path, by=PYTHON)
     done = gradlift("run", "train.py", cwd=tmp_path)
     assert (done.returncode, done.out) == (0, plain.out), done.err
+    assert plain.out
     assert sentence in done.err
     run = read_journal(recorded(tmp_path))
     if case in ("disabled", "no CUDA"):
-        assert len(run.steps) == 1
+        assert len(run.steps) == 2
         assert run.header["rule"] == "off"
         assert "scale" in done.err.split(sentence)[1]  # which static scale would fit
     else:
@@ -133,4 +166,4 @@ def test_a_script_that_crashes_is_recorded(tmp_path):
     assert (end["how"], end["type"], end["message"]) == ("exception", "ValueError", "broken data")
     assert end["frames"][-1][0] == "train.py:15"
     assert "ended by ValueError: broken data" in done.err
-    assert "broken: The script ended by ValueError (train.py:15)" in done.err
+    assert "broken  The script ended by ValueError  train.py:15\n" in done.err

@@ -2,6 +2,7 @@
 run, to the bit; and the run is recorded."""
 
 import pytest
+from conformance.documents import snippets
 from observe.running import END, PYTHON, ended, recorded, start, torchrun
 
 from gradlift import Cause, Verdict, read_journal
@@ -81,11 +82,12 @@ everything(model, optimizer)
 OWN = """
 from gradlift.torch import GradScaler
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-scaler = GradScaler("cpu")
+scaler = GradScaler("cpu", init_scale=1100.0)
 for i in range(20):
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
         loss = model(torch.randn(64, 4)).square().mean()
+    loss = loss.half() if i % 2 else loss.float()
     scaler.scale(loss * (float("nan") if i == 5 else 1.0)).backward()
     scaler.step(optimizer, max_norm=1.0)
     scaler.update()
@@ -274,6 +276,10 @@ PLAIN_FABRIC = FABRIC.replace("gradlift.integrations.fabric", "lightning.fabric.
     '"cpu", init_scale=2.0**30', '"cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10)'
 )
 
+# The first snippet of README.md, as a script.
+_, README = next(snippets("python torch")).values
+README += "everything(model, optimizer, scaler)\n"
+
 SHARDED = """
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -301,6 +307,7 @@ CASES = {  # script, steps, keys
     "two optimizers": (GAN, 12, {""}),
     "LBFGS": (LBFGS, 5, {""}),
     "gradlift": (OWN, 20, {""}),
+    "README": (README, 20, {""}),
     "accelerate": (ACCELERATE, 8, {""}),
     "lightning": (LIGHTNING, 8, {""}),
     "fabric": (FABRIC, 8, {""}),

@@ -35,7 +35,7 @@ HOW = {
 }
 HEX = re.compile(r"-?(0x[0-9a-f.]+p[+-]\d+|inf|nan)")
 TENSOR = re.compile(r"b?(float|int|uint)\d+\[[\d, ]*\]")
-LEFT_OUT = ("seconds", "near_max_share", "near_max")  # by chance, or soon gone
+LEFT_OUT = ("seconds", "near_max")  # by chance, or not in the old stories
 
 
 def data(shape, seed):

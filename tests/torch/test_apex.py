@@ -1,6 +1,7 @@
 """gradlift.apex: apex's amp and fp16_utils, told as stories with exact numbers."""
 
 import copy
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -682,11 +683,23 @@ def test_inputs_of_any_float_type_wherever_they_are(level, kind):
         def forward(self, pair, more):
             return {"sum": [self.inner(pair[0] + more["x"]), pair[1]]}
 
-    model = amp.initialize(Net(), opt_level=level)
+    class InABatch(Net):
+        def forward(self, batch):
+            return super().forward((batch.x, batch.ids), {"x": batch.x})
+
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        ids: torch.Tensor
+
     x, ids = torch.ones(1, 2, dtype=kind), torch.arange(2)
-    out, same = model([x, ids], more={"x": x})["sum"]
-    assert out.dtype == torch.float32
-    assert same is ids
+    outs = [
+        amp.initialize(Net(), opt_level=level)([x, ids], more={"x": x}),
+        amp.initialize(InABatch(), opt_level=level)(Batch(x, ids)),
+    ]
+    for out, same in (made["sum"] for made in outs):
+        assert out.dtype == torch.float32
+        assert same is ids
 
 
 def test_a_forward_around_that_of_an_o1_model_gets_what_was_given():

@@ -1071,7 +1071,7 @@ def test_damaged_state_is_refused_and_changes_nothing():
         "cannot be loaded": lambda s: s["param_groups"].append({"params": []}),
         "loaded": lambda s: s.pop("state"),
         "schema": lambda s: s.update(gradlift={"schema": 99}),
-        "dice": lambda s: s.update(gradlift={"schema": 1, "dice": {"seed": "x"}}),
+        "noise": lambda s: s.update(gradlift={"schema": 1, "noise": {"seed": "x"}}),
         "damaged": lambda s: s.update(gradlift={"schema": 1, "apart": {0: 3}}),
     }
     for message, change in cases.items():

@@ -7,38 +7,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..core import Cause
+from ..text import UNKNOWN as UNKNOWN
+from ..text import percent as percent
+from ..text import power as power
 
-UNKNOWN = "-"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def power(scale: float) -> str:
-    """A scale as a power of two if it is one, else as a number.
-
-    >>> power(65536.0), power(0.5), power(1100.0), power(float("nan"))
-    ('2^16', '2^-1', '1100', '-')
-    """
-    if scale != scale:
-        return UNKNOWN
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
-
-
-def percent(share: float) -> str:
-    """A share in percent, with two or three digits; only an exact zero is written as 0.
-
-    >>> percent(0.0), percent(0.00001), percent(0.0123), percent(0.25), percent(1.0)
-    ('0 %', '< 0.01 %', '1.23 %', '25.0 %', '100 %')
-    """
-    if share != share:
-        return UNKNOWN
-    if share in (0, 1):
-        return f"{share:.0%}".replace("%", " %")
-    if share < 0.0001:
-        return "< 0.01 %"
-    if share > 0.9995:
-        return "> 99.9 %"
-    return f"{100 * share:.{1 if share >= 0.1 else 2}f} %"
 
 
 def duration(seconds: float) -> str:

@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ..errors import SettingsError
 from ..torch.masters.half_model import cast as _cast
+from ..torch.nested import tensors
 from .session import AMP
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -63,17 +63,12 @@ def _forward(
 
 def in_single(given: Any) -> Any:
     """float32 for every other float type among a model's inputs."""
-    other = any(x.dtype is not torch.float32 for x in _tensors(given) if x.is_floating_point())
+    other = any(x.dtype is not torch.float32 for x in tensors(given) if x.is_floating_point())
     return _cast(given, torch.float32) if other else given
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    return (x for x in tree_leaves(given) if isinstance(x, Tensor))
-
-
 def _device_of(model: nn.Module, args: Any, kwargs: Any) -> str:
-    tensors = _tensors((args, kwargs))
-    return next((x.device.type for x in chain(model.parameters(), tensors)), "cpu")
+    return next((x.device.type for x in chain(model.parameters(), tensors((args, kwargs)))), "cpu")
 
 
 @contextlib.contextmanager
@@ -202,7 +197,7 @@ def _casting(
 
 
 def _promoted(given: Any) -> Any:
-    dtypes = [x.dtype for x in _tensors(given) if x.is_floating_point()]
+    dtypes = [x.dtype for x in tensors(given) if x.is_floating_point()]
     return _cast(given, functools.reduce(torch.promote_types, dtypes)) if dtypes else given
 
 

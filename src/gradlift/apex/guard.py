@@ -12,6 +12,7 @@ from ..core import Cause, StepResult
 from ..errors import MisuseError
 from ..journal import recorder
 from ..torch import MasterWeights
+from ..torch.gradient_source import gradients_of
 from .session import AMP
 
 _NAMES = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -87,8 +88,7 @@ class Guard:
 
     def weights(self) -> list[Tensor]:
         """What is stepped: float32 masters, where there are any."""
-        masters = isinstance(self.optimizer, MasterWeights)
-        return self.optimizer.masters if masters else self.params()
+        return gradients_of(self.optimizer).weights()
 
     def lay_aside(self) -> None:
         if isinstance(self.optimizer, MasterWeights):
@@ -137,8 +137,7 @@ class Guard:
         """Checks this pass's gradients, takes the scale out and adds those of earlier passes."""
         scaler = AMP.scaler
         assert scaler is not None
-        masters = isinstance(self.optimizer, MasterWeights)
-        if masters:
+        if isinstance(self.optimizer, MasterWeights):
             for p, *_ in self.aside:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)  # a master's gradient is held beside `.grad`

@@ -16,6 +16,7 @@ from .decision import (
     loss_level,
     moved,
     next_try,
+    sharpened,
     verdict_of,
     worth_retrying,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "moved",
     "next_try",
     "result_of",
+    "sharpened",
     "verdict_of",
     "weights_held",
     "weights_nonfinite",

@@ -339,3 +339,19 @@ def moved(
     if ceiling < math.inf:
         after = after._replace(scale=namespace(xp).minimum(after.scale, ceiling))
     return after
+
+
+def sharpened(rule: Rule, sharp: Rule, state: ScaleState) -> ScaleState:
+    """The state with which `sharp` takes the place of `rule`: what was learned stays; before the
+    first finite reading there is nothing but the cautious rule's own start.
+
+    >>> from gradlift.rules import resolve
+    >>> cautious, sharp = resolve("auto", retries=False), resolve("auto", retries=True)
+    >>> sharpened(cautious, sharp, cautious.init()._replace(scale=4.0)) == sharp.init()
+    False
+    >>> sharpened(cautious, sharp, cautious.init()) == sharp.init()
+    True
+    """
+    if rule.calibrated(state):
+        return state
+    return sharp.init()._replace(scale=state.scale, skips=state.skips)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..reading import Reading
 from ..rules import Rule, ScaleState, parse, resolve
 from . import state as saved_state
-from .decision import NO_LIMITS, Cause, Limits, Verdict, decide, moved, next_try
+from .decision import NO_LIMITS, Cause, Limits, Verdict, decide, moved, next_try, sharpened
 from .result import (
     Culprit,
     Finished,
@@ -151,13 +151,10 @@ class LossScale:
         )
 
     def sharpen(self) -> None:
-        """Batches are retried from now on, so "auto" may go nearer to the edge."""
-        if self.rule == self._sharp:
-            return
-        if not self.rule.calibrated(self.state):  # nothing but the cautious rule's own start
-            kept = {"scale": self.state.scale, "skips": self.state.skips}
-            self.state = self._sharp.init()._replace(**kept)
-        self.rule = self._sharp
+        """Batches are retried from now on, so "auto" keeps less headroom."""
+        if self.rule != self._sharp:
+            self.state = sharpened(self.rule, self._sharp, self.state)
+            self.rule = self._sharp
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, JSON-able: the layout that all adapters share."""

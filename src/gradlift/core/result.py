@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from ..errors import TrainingHalted, warn
 from ..reading import Reading
 from ..rules import Rule, ScaleState
-from ..text import visible
+from ..text import power, visible
 from .decision import NO_LIMITS, Cause, Limits, Verdict, is_skip, verdict_of
 
 
@@ -127,7 +127,7 @@ class StepResult:
         said = str(self.verdict)
         if self.cause is not Cause.NONE:
             said += f" ({self.cause})"
-        said += f" at scale 2^{math.log2(self.scale):g}"
+        said += f" at scale {power(self.scale)}"
         if not math.isnan(self.grad_norm):
             said += f", norm {self.grad_norm:.4g}"
         if self.retries:
@@ -255,7 +255,7 @@ def floor_warning(result: StepResult) -> str:
     """
     where = f". First non-finite gradient: {result.culprits[0]}" if result.culprits else ""
     return (
-        f"non-finite gradients at the smallest scale, 2^{math.log2(result.scale):g}: the step was "
+        f"non-finite gradients at the smallest scale, {power(result.scale)}: the step was "
         f"skipped and the scale held{where}"
     )
 
@@ -302,5 +302,5 @@ init_scale or use the rule 'auto'.
     advice = known or _WHAT_TO_TRY[cause]
     return (
         f"Training was halted: {said}. The cause of the last one: {cause}, at scale "
-        f"2^{math.log2(float(state.scale)):g} with the rule '{rule}'.{where} {advice}"
+        f"{power(float(state.scale))} with the rule '{rule}'.{where} {advice}"
     )

@@ -1,4 +1,4 @@
-"""Sinks for what people already watch: `Journal(path, also=[TensorBoard(folder)])`.
+"""Sinks for the tools that people use already: `Journal(path, also=[TensorBoard(folder)])`.
 
 Each needs its own package, imported when the sink is made and not before.
 

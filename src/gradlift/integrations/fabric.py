@@ -68,6 +68,6 @@ class MixedPrecision(Base):
         return value
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """What `fabric.clip_gradients` does first; fused optimizers are welcome."""
+        """What `fabric.clip_gradients` does first; it works with fused optimizers too."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

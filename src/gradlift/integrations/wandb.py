@@ -10,8 +10,8 @@ from .chart_sink import ChartSink, needed, short_facts
 class WandB(ChartSink):
     """Logs to `run`, to the run that is under way, or to a new one made from `settings`.
 
-    Charts are over "gradlift/step", so that your own steps stay yours. In a run of yours, numbers
-    ride along with your own calls of `log` (the latest counts); a new one is finished by `close`.
+    Charts are over "gradlift/step", which leaves your own steps as they are. In a run of yours the
+    numbers are sent with your own calls of `log` (the latest counts); `close` finishes a new one.
 
     >>> sink = WandB(project="demo", mode="offline")  # the run begins with the journal
     """

@@ -1,4 +1,4 @@
-"""Route A's other half: `apply`; and which gradients have lost their scale, with what norm."""
+"""Route A: `apply`, and the mark on gradients that are unscaled already, with their norm."""
 
 from __future__ import annotations
 

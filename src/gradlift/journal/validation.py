@@ -1,6 +1,6 @@
 """What a value in a journal may be: its type, its range, its length, its depth.
 
-A journal is a file, and a file may hold anything. Each function here returns the value in the form
+A file may hold anything. Each function here returns the value in the form
 that the rest of gradlift relies on, or raises `ValueError`; the reader then counts the line as
 damaged and leaves it out.
 """

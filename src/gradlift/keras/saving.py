@@ -1,4 +1,4 @@
-"""An optimizer's variables in a file: whose they are, and whether they can be trusted."""
+"""An optimizer's variables in a file: checked before anything is changed."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def _launched() -> str:
 
 
 def journal_of(folder: Path | None, rank: int) -> Path:
-    """Rank 0 has the journal; others keep a short one beside it, to be compared with it. Whoever
-    does not know where that is scales all the same, and writes to nowhere."""
+    """Rank 0 has the journal; others keep a short one beside it, to be compared with it. Where
+    `folder` is None it is not known to this rank, which uses the rule too and records nothing."""
     if folder is None:
         return Path(os.devnull)
     return folder / (JOURNAL if rank == 0 else f"rank-{rank}.jsonl")

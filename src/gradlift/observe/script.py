@@ -1,4 +1,4 @@
-"""Runs somebody's script as `python script.py` would."""
+"""Runs a script as `python script.py` would."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from textwrap import fill
 from typing import NamedTuple
 
 from ..formats import BF16, E4M3, E5M2, FP16, Format
+from ..text import percent, power
 
 FORMATS = (FP16, BF16, E4M3, E5M2)
 MARGIN_BITS = 3  # a static scale is never lowered: room for gradients 8 times the largest seen
@@ -57,7 +58,7 @@ class Advice(NamedTuple):
 
     def __str__(self) -> str:
         found = {
-            "static": f"Use {_power(self.scale or 1)}.",
+            "static": f"Use {power(self.scale or 1)}.",
             "none": "Use none.",
             "no single scale": "No single scale fits.",
             "unknown": "Not known.",
@@ -103,7 +104,7 @@ def choose(
     verdict, scale, reason = _recommended(phases, highest, wanted, margin_bits)
     if zero >= 0.5:
         reason += (
-            f" {zero:.0%} of the elements were zero. If they were flushed, a recording of a "
+            f" {_percent(zero)} of the elements were zero. If they were flushed, a recording of a "
             "float32 run shows their size."
         )
     return Advice(verdict, scale, reason, candidates, zero)
@@ -133,21 +134,22 @@ def _recommended(
         return (
             "none",
             1.0,
-            f"{top}, and without any scale {lost(0):.2%} {below}: you need none.",
+            f"{top}, and without any scale {_percent(lost(0))} {below}: you need none.",
         )
     if lost(safe) <= LOSES_LITTLE:
         return (
             "static",
             2.0**safe,
             f"{top}; 2^{safe} leaves {margin_bits} bit{'s' * (margin_bits != 1)} above it, and "
-            f"{lost(safe):.2%} {below} (without a scale: {lost(0):.0%}).",
+            f"{_percent(lost(safe))} {below} (without a scale: {_percent(lost(0))}).",
         )
     return (
         "no single scale",
         None,
-        f"{top}, so 2^{safe} is as much as is safe, and there {lost(safe):.0%} {below} in some "
-        'part of the run: no single scale fits. Use rule="auto", which follows the gradients; lift '
-        "the smallest layers (gradlift.torch.layerwise) or keep them in float32; or use bfloat16.",
+        f"{top}, so 2^{safe} is as much as is safe, and there {_percent(lost(safe))} {below} in "
+        'some part of the run: no single scale fits. Use rule="auto", which follows the gradients; '
+        "lift the smallest layers (gradlift.torch.layerwise) or keep them in float32; or use "
+        "bfloat16.",
     )
 
 
@@ -168,7 +170,7 @@ def _table(advice: Advice) -> list[str]:
         cells = ["/".join(map(_cell, candidate.formats[name][:3])) for name in names]
         mark = " <-" if candidate.scale == advice.scale else ""
         steps = _cell(candidate.formats[names[0]].steps)
-        rows.append([_power(candidate.scale), *cells, steps + mark])
+        rows.append([power(candidate.scale), *cells, steps + mark])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
     legend = (
@@ -186,8 +188,9 @@ def _thinned(advice: Advice) -> list[Candidate]:
     return list(advice.candidates[start::every])
 
 
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):g}"
+def _percent(share: float) -> str:
+    """In one word, which a line is not broken in."""
+    return percent(share).replace(" %", "%")
 
 
 def _cell(share: float) -> str:

@@ -37,7 +37,7 @@ from ..places import Places
 from .call_hooks import install
 from .calls import parameters_of
 from .first_bad import FirstBad
-from .lines import Line, Losses, Number, Seen, are_finite, is_late, rule_of, value
+from .lines import Losses, Number, Seen, StepLines, are_finite, is_late, rule_of, value
 from .sampling import Sampling, living_optimizers
 
 _METHODS = ("scale", "unscale_", "step", "update")
@@ -70,9 +70,9 @@ class Hooks:
         self, recorder: Recorder, *, rerun: bool = False, places: Places | None = None
     ) -> None:
         self.recorder = recorder
-        self.lines: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
+        self.lines: WeakKeyDictionary[Any, StepLines] = WeakKeyDictionary()
         """By scaler, and by optimizer without one."""
-        self.owners: WeakKeyDictionary[Any, Line] = WeakKeyDictionary()
+        self.owners: WeakKeyDictionary[Any, StepLines] = WeakKeyDictionary()
         """The line in which an optimizer's steps are recorded."""
         self.looked: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()
         """Gradients that were looked at, by optimizer, and belong to a step to come."""
@@ -83,7 +83,7 @@ class Hooks:
         """Of backward passes since the last step; several optimizers may step on one loss."""
         self.within_backward = False
         self.frame = 0  # id of the frame of the outermost optimizer step
-        self.counted: Line | Count | None = None  # whose loss comes next
+        self.counted: StepLines | Count | None = None  # whose loss comes next
         self.counts: WeakKeyDictionary[Any, Count] = WeakKeyDictionary()
         """The steps of gradlift's own scalers."""
         self.sampling = Sampling(recorder, self._named, places)
@@ -190,7 +190,7 @@ class Hooks:
 
         return call
 
-    def _enter(self, scaler: Any, method: str, given: Any) -> Line | None:
+    def _enter(self, scaler: Any, method: str, given: Any) -> StepLines | None:
         """Notes a call of a scaler; None if it is disabled, or its own parent's."""
         line = self._line_of(scaler)
         if line is None or method in line.within:
@@ -246,7 +246,7 @@ class Hooks:
         for name in (*_METHODS, "clip_grad_norm_"):
             self.patches.attribute(GradScaler, name, wrapped(name, vars(GradScaler)[name]))
 
-    def _line_of(self, scaler: Any) -> Line | None:
+    def _line_of(self, scaler: Any) -> StepLines | None:
         line = self.lines.get(scaler)
         if line is None:
             if not scaler.is_enabled():
@@ -254,26 +254,26 @@ class Hooks:
                 return None
             channel = Channel("torch", rule_of(scaler), self.recorder)
             channel.describe(scaler=f"{type(scaler).__module__}.{type(scaler).__qualname__}")
-            line = self.lines[scaler] = Line(channel, scaler)
+            line = self.lines[scaler] = StepLines(channel, scaler)
         return line
 
-    def _before_scale(self, scaler: Any, line: Line, outputs: Any) -> None:
+    def _before_scale(self, scaler: Any, line: StepLines, outputs: Any) -> None:
         line.losses.add(outputs)
         self.counted = line
 
-    def _before_unscale(self, scaler: Any, line: Line, optimizer: Any) -> Seen:
+    def _before_unscale(self, scaler: Any, line: StepLines, optimizer: Any) -> Seen:
         self.owners[optimizer] = line
         return self._look(optimizer)
 
-    def _after_unscale(self, scaler: Any, line: Line, seen: Seen, optimizer: Any) -> None:
+    def _after_unscale(self, scaler: Any, line: StepLines, seen: Seen, optimizer: Any) -> None:
         seen.unscaled = True
         self._take_verdict(scaler, seen, optimizer)
 
-    def _before_step(self, scaler: Any, line: Line, optimizer: Any) -> Seen:
+    def _before_step(self, scaler: Any, line: StepLines, optimizer: Any) -> Seen:
         self.losses_used = True
         return self._before_unscale(scaler, line, optimizer)
 
-    def _after_step(self, scaler: Any, line: Line, seen: Seen, optimizer: Any) -> None:
+    def _after_step(self, scaler: Any, line: StepLines, seen: Seen, optimizer: Any) -> None:
         self.looked.pop(optimizer, None)
         self.calls.stepped_with(optimizer)  # also if it was skipped
         if not seen.unscaled:
@@ -297,13 +297,13 @@ class Hooks:
             self.first_bad.before_step(self.counted.steps if self.counted else 0, scale)
 
     def losses_finite(self) -> bool:
-        known = self.counted.losses if isinstance(self.counted, Line) else self.losses
+        known = self.counted.losses if isinstance(self.counted, StepLines) else self.losses
         return known.finite and self.losses.finite
 
-    def _before_update(self, scaler: Any, line: Line, new_scale: Any) -> Number:
+    def _before_update(self, scaler: Any, line: StepLines, new_scale: Any) -> Number:
         return value(scaler._get_scale_async())
 
-    def _after_update(self, scaler: Any, line: Line, scale: Number, new_scale: Any) -> None:
+    def _after_update(self, scaler: Any, line: StepLines, scale: Number, new_scale: Any) -> None:
         window, line.window = line.window, []
         losses, line.losses = line.losses, Losses()
         if window:
@@ -358,7 +358,7 @@ class Hooks:
         self.bare += 1
         label = f"optimizer {self.bare}" if self.bare > 1 or self.recorder.channels else ""
         channel = Channel("torch", Off(), self.recorder, label=label)
-        self.owners[optimizer] = self.lines[optimizer] = Line(channel)
+        self.owners[optimizer] = self.lines[optimizer] = StepLines(channel)
 
     # The loss
 
@@ -483,7 +483,7 @@ class Hooks:
     # Lines
 
     def _finish(
-        self, line: Line, window: list[Seen], losses: Losses, scale: Number, after: Number
+        self, line: StepLines, window: list[Seen], losses: Losses, scale: Number, after: Number
     ) -> None:
         if not line.channel.described:
             optimizers = [o for o, owner in self.owners.items() if owner is line]

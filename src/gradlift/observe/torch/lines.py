@@ -1,6 +1,6 @@
 """Lines of a run that torch's own scaler, or no scaler, trains.
 
-    Losses, Seen (an optimizer's gradients)  ->  Line.finish  ->  Channel
+    Losses, Seen (an optimizer's gradients)  ->  StepLines.finish  ->  Channel
 
 Numbers of an accelerator are sent to the host without waiting, and written one step later.
 """
@@ -94,7 +94,7 @@ class Seen:
         return [*self.found_inf, shown.nonfinite, shown.norm, shown.amax, *peaks]
 
 
-class Line:
+class StepLines:
     """What is known of the lines of one scaler, or of one optimizer without a scaler."""
 
     def __init__(self, channel: Channel, scaler: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The looks at a sampled step that are not at gradients: the forward pass, weights, who is trained.
+"""What is looked at in a sampled step besides gradients: forward pass, weights, what is trained.
 
 One step in `every` is looked at, and the first. Numbers of an accelerator are read a step later.
 """

@@ -8,7 +8,7 @@ tensor cross it, and each is multiplied in float32, by a power of two:
     weight p of the block     gradient x 1 / lift     before it is added to others
 
 So whatever is outside (a second block with the same weight, DDP's reducer, a skip connection)
-sees plain gradients, and needs to know nothing.
+gets plain gradients, and needs no change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Before the first batch is used: are lifted gradients the plain ones?
+"""Compares lifted with plain gradients, before the first batch is used.
 
 The model is run on it twice, plain and with a different lift in every block, and differentiated
 with the same random numbers at its outputs. In float32 a power of two changes no bit, so all

@@ -447,7 +447,7 @@ class MasterWeights(Optimizer):
                     apart[i] = region.extra(at)
                 if region.leads(at):
                     leads.append(i)
-        own = {"schema": SCHEMA, "update": self.update, "dice": vars(self._seed).copy()}
+        own = {"schema": SCHEMA, "update": self.update, "noise": vars(self._seed).copy()}
         saved["gradlift"] = {**own, "apart": apart, "leads": leads}
         return saved
 

@@ -195,12 +195,12 @@ def own_part(own: Any) -> tuple[dict[str, int], dict[int, dict[str, Tensor]], li
     without an entry, the parameters that pieces begin with. StateError if it is damaged."""
     if not isinstance(own, dict) or not is_schema(own.get("schema", SCHEMA)):
         raise StateError(f"this state's 'gradlift' entry has an unknown schema: {shown(own)}")
-    seed, apart, leads = own.get("dice", {}), own.get("apart", {}), own.get("leads", [])
+    seed, apart, leads = own.get("noise", {}), own.get("apart", {}), own.get("leads", [])
     numbers = isinstance(seed, dict) and all(
         type(n) is int and 0 <= n < 2**63 for n in seed.values()
     )
     if not numbers or not {*seed} <= {"seed", "step"}:
-        raise StateError(f"this state's dice are {shown(seed)}, expected a seed and a step")
+        raise StateError(f"this state's noise is {shown(seed)}, expected a seed and a step")
     if not isinstance(apart, dict) or not all(isinstance(e, dict) for e in apart.values()):
         raise StateError("this state's masters are damaged")
     if not isinstance(leads, list) or not all(type(i) is int and i >= 0 for i in leads):

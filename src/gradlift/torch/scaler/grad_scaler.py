@@ -19,6 +19,7 @@ from ...core import (
     checked_max_norm,
     next_try,
     result_of,
+    sharpened,
     verdict_of,
 )
 from ...errors import MisuseError, TrainingHalted, add_note
@@ -420,15 +421,12 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         return clean_at
 
     def _sharpen(self) -> None:
-        """Batches are retried from now on, so "auto" may go nearer to the edge."""
+        """Batches are retried from now on, so "auto" keeps less headroom."""
         settings = self._settings
         if settings.sharp is None:
             return
-        fresh = settings.sharp.init()
         for scale in self._scales.values():
-            state = scale.numbers()
-            if not settings.rule.calibrated(state):  # nothing but the cautious rule's own start
-                scale.put(fresh._replace(scale=state.scale, skips=state.skips))
+            scale.put(sharpened(settings.rule, settings.sharp, scale.numbers()))
         settings.use_rule(settings.sharp)
         settings.sharp, settings.replicas = None, 1
 

@@ -29,8 +29,8 @@ class OnHost:
     late: Literal[False] = False
     """Is a step concluded one step later?"""
 
-    def __init__(self, state: ScaleState, skipped: int = 0) -> None:
-        self.state, self.skipped = state, skipped
+    def __init__(self, state: ScaleState) -> None:
+        self.state, self.skipped = state, 0
 
     def numbers(self) -> ScaleState:
         """The state in Python numbers."""

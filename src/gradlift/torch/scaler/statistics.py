@@ -1,4 +1,4 @@
-"""What a gradient looks like in a narrow format: shares and histograms, made here only."""
+"""What a gradient looks like in float16: shares and histograms, made here only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import FP16, Format
+from ...formats import FP16
 from ..names import name_of
 
 
-def describe(gradient: Tensor, format: Format = FP16) -> dict[str, Any]:
-    """Shares of a scaled gradient that are zero, subnormal, near the top; counts by exponent.
+def describe(gradient: Tensor) -> dict[str, Any]:
+    """Shares of a scaled gradient that are zero, subnormal, near FP16's top; counts by exponent.
 
     >>> shares = describe(torch.tensor([0.0, 2.0**-20, 1.0, 40000.0]))
     >>> shares["zero"], shares["subnormal"], shares["near_max"], shares["exponents"]
@@ -27,14 +27,14 @@ def describe(gradient: Tensor, format: Format = FP16) -> dict[str, Any]:
     return {
         "elements": g.numel(),
         "zero": zero / n,
-        "subnormal": format.shares(counts, n).subnormal,
-        "near_max": int((g > format.max / 8).sum()) / n,
+        "subnormal": FP16.shares(counts, n).subnormal,
+        "near_max": int((g > FP16.max / 8).sum()) / n,
         "exponents": counts,
     }
 
 
 def statistics(
-    params: list[Tensor], grads: list[Tensor], names: Mapping[int, str], format: Format = FP16
+    params: list[Tensor], grads: list[Tensor], names: Mapping[int, str]
 ) -> dict[str, dict[str, Any]]:
     """`describe` for each parameter, by name."""
-    return {name_of(p, names): describe(g, format) for p, g in zip(params, grads, strict=True)}
+    return {name_of(p, names): describe(g) for p, g in zip(params, grads, strict=True)}

@@ -1,4 +1,4 @@
-"""What there is to say about the weights after a step that went wrong, or not quite right."""
+"""Notes about the weights after a step: not finite, or at the end of their format's range."""
 
 from __future__ import annotations
 
