@@ -114,7 +114,35 @@ TORCH = (
         "an eps that is 0 in float16 is refused",
         "test_misuse.py::test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step",
     ),
+    Mutant(
+        "torch/gradient_source.py",
+        "if lr - lr != 0:",
+        "if False:",
+        "a learning rate of NaN writes nothing",
+        "test_unusual.py::test_a_setting_that_is_not_finite_writes_nothing",
+    ),
+    Mutant(
+        "torch/gradient_source.py",
+        "if type(value) is float and value != value:",
+        "if False:",
+        "a weight decay of NaN writes nothing",
+        "test_unusual.py::test_a_setting_that_is_not_finite_writes_nothing",
+    ),
     # the look
+    Mutant(
+        "torch/scaler/finite_check.py",
+        "_amax(g) * inverse > FP16.max",
+        "False",
+        "a gradient that leaves float16 when it is unscaled there is not applied",
+        "test_checking.py::test_what_leaves_float16_is_not_applied_in_float16",
+    ),
+    Mutant(
+        "torch/scaler/finite_check.py",
+        "for k in half]).max() * inverse > FP16.max",
+        "for k in half]).max() > FP16.max",
+        "the same on a device",
+        "test_checking.py::test_what_leaves_float16_is_not_applied_in_float16",
+    ),
     Mutant(
         "torch/scaler/finite_check.py",
         "if not s < math.inf:",
@@ -195,10 +223,17 @@ TORCH = (
     ),
     Mutant(
         "torch/scaler/scale.py",
-        "if type(lr) is float and lr - lr != 0:",
-        "if False:",
-        "a learning rate of NaN writes nothing",
-        "test_unusual.py::test_a_learning_rate_that_is_not_finite_writes_nothing",
+        "elif window.unscaled and checked != groups:",
+        "elif False:",
+        "gradients of a group that was added after unscale_ are not used with the scale",
+        "test_unusual.py::test_a_group_added_after_unscale_has_gradients_that_still_carry_the_scale",
+    ),
+    Mutant(
+        "torch/scaler/scale.py",
+        "if checked != groups:\n                window.source",
+        "if checked is None:\n                window.source",
+        "settings of a group that is added later are checked, too",
+        "test_misuse.py::test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step",
     ),
     Mutant(
         "torch/scaler/scale.py",
