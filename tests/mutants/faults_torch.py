@@ -223,6 +223,13 @@ TORCH = (
     ),
     Mutant(
         "torch/scaler/scale.py",
+        "self.settings.names, source.each())",
+        "self.settings.names)",
+        "culprits after unscale_ are judged by the gradients that the step uses",
+        "test_checking.py::test_a_masters_gradient_that_float16_cannot_show_is_no_culprit",
+    ),
+    Mutant(
+        "torch/scaler/scale.py",
         "elif window.unscaled and checked != groups:",
         "elif False:",
         "gradients of a group that was added after unscale_ are not used with the scale",

@@ -261,6 +261,27 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @both_paths
+def test_a_masters_gradient_that_float16_cannot_show_is_no_culprit(device_path):
+    """At scale 1/2 a gradient fits as scaled and is inf in `.grad` after unscale_(); the step uses
+    it in float32."""
+    a, b = (torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD, [a, b], lr=1e-6)
+    scaler = GradScaler("cpu", init_scale=0.5, names={"a": a, "b": b})
+    scaler._force_device_path = device_path
+    for spoilt in (False, True):
+        a.grad = torch.full_like(a, 60000.0)
+        b.grad = torch.ones_like(b)
+        scaler.unscale_(optimizer)
+        assert a.grad.isinf().all()
+        if spoilt:
+            b.grad[1] = math.nan
+        scaler.step(optimizer)
+        assert scaler.result.stepped != spoilt
+        scaler.update()
+    assert scaler.result.culprits == ("b",)
+
+
+@both_paths
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_every_dtype_in_one_optimizer(device_path, clips, foreach):

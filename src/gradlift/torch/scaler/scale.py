@@ -396,7 +396,7 @@ class Scale:
                 raise MisuseError(_bad_change(source, changed, self.settings.names))
             return
         if not self.home.late and bad and not window.culprits:
-            window.culprits = culprits(source.params, self.settings.names)
+            window.culprits = culprits(source.params, self.settings.names, source.each())
         bad = namespace(self.home.xp).or_(reading.nonfinite, bad)
         window.reading = reading._replace(nonfinite=bad, checked=True)
 
@@ -671,7 +671,8 @@ def _half_way(error: Exception, source: GradientSource) -> None:
 
 
 def _bad_change(source: GradientSource, changed: list[int], names: dict[int, str]) -> str:
-    bad = culprits([source.params[i] for i in changed], names)
+    each = source.each()
+    bad = culprits([source.params[i] for i in changed], names, [each[i] for i in changed])
     return (
         f"the gradient of {bad[0]} was changed after it had been checked and is now {bad[0].kind}. "
         "The other ranks do not know that, so nothing was written: make the change before "
