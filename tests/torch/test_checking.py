@@ -22,6 +22,25 @@ def test_what_is_applied_is_checked(device_path, fused, scale):
     assert (w == 0).all()
 
 
+@both_paths
+@pytest.mark.parametrize("first", ["", "unscale_", "clip"])
+def test_what_leaves_float16_is_not_applied_in_float16(device_path, first):
+    """A float16 gradient is unscaled in place: finite as scaled, inf as used."""
+    w = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0**-4, allow_fp16_params=True)
+    scaler._force_device_path = device_path
+    for size, stepped in ((65504 / 8, False), (65504 / 32, True)):
+        w.grad = torch.tensor([1.0, -size, 1.0, 1.0]).half()
+        if first == "unscale_":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, max_norm=1e30 if first == "clip" else None)
+        assert scaler.result.stepped == stepped
+        assert w.isfinite().all()
+        assert w.any() == stepped
+        scaler.update(2.0**-4)
+
+
 def test_norm_of_100_million_elements():
     g = torch.randn(100_000_000, generator=torch.Generator().manual_seed(0))
     w = torch.nn.Parameter(torch.zeros_like(g))
@@ -242,6 +261,27 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @both_paths
+def test_a_masters_gradient_that_float16_cannot_show_is_no_culprit(device_path):
+    """At scale 1/2 a gradient fits as scaled and is inf in `.grad` after unscale_(); the step uses
+    it in float32."""
+    a, b = (torch.nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2))
+    optimizer = MasterWeights(torch.optim.SGD, [a, b], lr=1e-6)
+    scaler = GradScaler("cpu", init_scale=0.5, names={"a": a, "b": b})
+    scaler._force_device_path = device_path
+    for spoilt in (False, True):
+        a.grad = torch.full_like(a, 60000.0)
+        b.grad = torch.ones_like(b)
+        scaler.unscale_(optimizer)
+        assert a.grad.isinf().all()
+        if spoilt:
+            b.grad[1] = math.nan
+        scaler.step(optimizer)
+        assert scaler.result.stepped != spoilt
+        scaler.update()
+    assert scaler.result.culprits == ("b",)
+
+
+@both_paths
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_every_dtype_in_one_optimizer(device_path, clips, foreach):
@@ -352,11 +392,13 @@ def test_a_step_that_raises_half_way_is_explained_and_may_be_repeated(device_pat
     assert (scaler.result.stepped, scaler.get_scale()) == (True, 8.0)
 
 
+@both_paths
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_masters_step_that_raises_leaves_weights_and_masters_in_agreement(dtype):
+def test_a_masters_step_that_raises_leaves_weights_and_masters_in_agreement(dtype, device_path):
     a, b = (torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for _ in range(2))
     optimizer = MasterWeights(HalfWay([{"params": [a]}, {"params": [b]}], lr=1.0))
     scaler = GradScaler("cpu", init_scale=8.0)
+    scaler._force_device_path = device_path
     scaler.scale((a + b).float().sum()).backward()
     with pytest.raises(MemoryError) as raised:
         scaler.step(optimizer)

@@ -1,5 +1,6 @@
 """Calls and settings that cannot work are refused with what to do instead."""
 
+import functools
 import json
 
 import pytest
@@ -33,13 +34,14 @@ def test_float16_parameters_are_refused_by_name_with_the_remedy():
 
 @both_paths
 @pytest.mark.parametrize(
-    "kind", ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "Adagrad"]
+    "kind", ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "Adagrad", "fused Adagrad"]
 )
 def test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step(device_path, kind):
     w = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
     w.grad = torch.zeros_like(w)
-    made = getattr(torch.optim, kind)
-    optimizer = made([w], foreach=False)
+    fused, kind = kind.startswith("fused"), kind.split()[-1]
+    made = functools.partial(getattr(torch.optim, kind), **{"fused" if fused else "foreach": fused})
+    optimizer = made([w])
     scaler = GradScaler("cpu", allow_fp16_params=True, init_scale=1.0)
     scaler._force_device_path = device_path
     said = (
@@ -48,11 +50,17 @@ def test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step(device
     with pytest.raises(MisuseError, match=said):
         scaler.step(optimizer)
     assert (w == 1).all()
-    safe = made([w], foreach=False, eps=1e-4)
+    safe = made([w], eps=1e-4)
     for _ in range(3):
         scaler.step(safe)
         scaler.update()
     assert w.isfinite().all()
+    later = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    later.grad = torch.zeros_like(later)
+    safe.add_param_group({"params": [later], "eps": 1e-8})
+    with pytest.raises(MisuseError, match="eps=1e-08 of"):
+        scaler.step(safe)
+    assert (later == 1).all()
 
 
 def test_a_setting_that_vanishes_is_a_warning_where_the_optimizer_may_compute_in_float32():

@@ -4,6 +4,7 @@ import math
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 from helpers.torch import both_paths
@@ -155,15 +156,31 @@ def test_a_hook_that_spoils_a_gradient_makes_the_step_a_skip(where, fused, devic
     assert not optimizer._optimizer_step_pre_hooks  # ours left with theirs
 
 
+NAN_LR = (
+    ("lr", math.nan),
+    ("lr", math.inf),
+    ("lr", np.float32(math.nan)),
+    ("lr", np.float64(math.inf)),
+)
+SETTINGS = (*NAN_LR, ("lr", torch.tensor(math.nan)), ("weight_decay", math.nan))
+
+
 @both_paths
-@pytest.mark.parametrize("lr", [math.nan, math.inf])
-def test_a_learning_rate_that_is_not_finite_writes_nothing(lr, device_path):
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+def test_a_setting_that_is_not_finite_writes_nothing(name, value, closure, device_path):
     p = parameter()
     optimizer, scaler = torch.optim.SGD([p], lr=1.0), scaler_of(device_path)
-    optimizer.param_groups[0]["lr"] = lr
-    scaler.scale(p.sum()).backward()
-    with pytest.raises(SettingsError, match=f"the learning rate is {lr}: nothing was written"):
-        scaler.step(optimizer)
+    optimizer.param_groups[0][name] = value
+
+    def forward():
+        optimizer.zero_grad()
+        scaler.scale(loss := p.sum()).backward()
+        return loss
+
+    called = "learning rate" if name == "lr" else name
+    with pytest.raises(SettingsError, match=f"the {called} is {float(value)}: nothing was written"):
+        scaler.step(optimizer, forward) if closure else (forward(), scaler.step(optimizer))
     assert (p == 1).all()
 
 
@@ -199,6 +216,25 @@ def test_a_state_loaded_in_mid_window_leaves_gradients_without_a_known_scale(uns
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
     assert not p.any()
+
+
+@both_paths
+def test_a_group_added_after_unscale_has_gradients_that_still_carry_the_scale(device_path):
+    p, q = parameter(), parameter()
+    optimizer, scaler = torch.optim.SGD([p], lr=1.0), scaler_of(device_path)
+    scaler.scale((p * q).sum()).backward()
+    scaler.unscale_(optimizer)
+    optimizer.add_param_group({"params": [q]})
+    with pytest.raises(MisuseError, match="a parameter group was added after unscale_\\(\\)"):
+        scaler.step(optimizer)
+    assert (p == 1).all()
+    assert (q == 1).all()
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale((p * q).sum()).backward()
+    scaler.step(optimizer)
+    assert not p.any()
+    assert not q.any()
 
 
 @both_paths

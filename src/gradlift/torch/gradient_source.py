@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ..errors import MisuseError, warn
+from ..errors import MisuseError, SettingsError, warn
 from ..journal import recorder
 from .names import name_of
 from .ranks.sharding import brought_home, is_dtensor, local
@@ -299,7 +299,10 @@ def refuse_vanishing(optimizer: Any) -> None:
     kind = type(optimizer)
     for group in optimizer.param_groups:
         narrow = next((p for p in group["params"] if p.dtype is torch.float16), None)
-        if narrow is None or group.get("fused"):  # fused kernels compute in float32
+        # Fused kernels compute in float32; Adagrad's holds its sum of squares in float16.
+        if narrow is None or (
+            group.get("fused") and not isinstance(optimizer, torch.optim.Adagrad)
+        ):
             continue
         for name, value in group.items():
             values = value if isinstance(value, (tuple, list)) else (value,)
@@ -319,6 +322,32 @@ def refuse_vanishing(optimizer: Any) -> None:
             if kind.__module__.startswith("torch.optim"):
                 raise MisuseError(text)
             warn(text)
+
+
+def refuse_nan(optimizer: Any) -> None:
+    """Settings by which a sound gradient would write NaN; those on a device are not waited for.
+
+    >>> refuse_nan(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+    """
+    for group in optimizer.param_groups:
+        lr = group.get("lr")
+        if type(lr) is not float:
+            lr = _number(lr)
+        if lr - lr != 0:
+            raise SettingsError(f"the learning rate is {lr}: nothing was written")
+        for name, value in group.items():
+            if type(value) is float and value != value:
+                raise SettingsError(f"the {name} is {value}: nothing was written")
+
+
+def _number(lr: Any) -> float:
+    """A learning rate as a number; 0.0 if it is none that can be looked at."""
+    if isinstance(lr, Tensor) and (type(lr) is not Tensor or not lr.is_cpu or lr.numel() != 1):
+        return 0.0
+    try:
+        return float(lr)
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def _version(g: Tensor) -> int:

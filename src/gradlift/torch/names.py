@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,9 +70,13 @@ def name_apart(params: list[Tensor], names: dict[int, str], taken: dict[str, int
         names[id(p)] = again
 
 
-def culprits(params: Iterable[Tensor], names: dict[int, str]) -> tuple[Culprit, ...]:
-    """The parameters with non-finite gradients, in reverse order: backward reached them first."""
-    bad = [(p, kind_of(p.grad)) for p in params if p.grad is not None]
+def culprits(
+    params: list[Tensor], names: dict[int, str], grads: list[Tensor] | None = None
+) -> tuple[Culprit, ...]:
+    """The parameters with non-finite gradients, in reverse order: backward reached them first.
+    `grads`: one for each parameter, where `.grad` shows them less well."""
+    shown = [p.grad for p in params] if grads is None else grads
+    bad = [(p, kind_of(g)) for p, g in zip(params, shown) if g is not None]
     return _label([(p, kind) for p, kind in bad if kind], names)
 
 

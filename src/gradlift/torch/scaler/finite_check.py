@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats import FP32
+from ...formats import FP16, FP32
 from ..ranks.sharding import local
 
 _MAX = FP32.max
@@ -227,6 +227,28 @@ def device_look(
         of = torch.cat(tops) if tops else every
         top = torch.where(torch.isfinite(of), of, 0.0).max()
     return Inspection(not_finite(used), total, top, every, tuple(order), lengths)
+
+
+def leaves_format(grads: list[Tensor], inverse: float) -> bool:
+    """Is a float16 gradient beyond float16 once the scale is taken out in place? (bfloat16 has
+    float32's range.)
+
+    >>> leaves_format([torch.tensor([30000.0]).half()], 2.0)
+    False
+    >>> leaves_format([torch.tensor([30000.0]).half()], 4.0)
+    True
+    """
+    if inverse <= 1:
+        return False
+    return any(g.dtype is torch.float16 and _amax(g) * inverse > FP16.max for g in grads)
+
+
+def device_leaves_format(grads: list[Tensor], found: Inspection, inverse: Tensor) -> Any:
+    """The same on a device, by the peaks that were taken."""
+    half = [k for k, i in enumerate(found.order) if grads[i].dtype is torch.float16]
+    if not half:
+        return False
+    return torch.stack([found.peaks[k] for k in half]).max() * inverse > FP16.max
 
 
 def _lengths(grads: list[Tensor]) -> list[Tensor]:

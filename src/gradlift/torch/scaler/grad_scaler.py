@@ -23,7 +23,7 @@ from ...core import (
     verdict_of,
 )
 from ...errors import MisuseError, TrainingHalted, add_note
-from ..gradient_source import gradients_of
+from ..gradient_source import gradients_of, refuse_nan
 from .accumulation import DropBad
 from .checkpoint import load, save
 from .graph import leaves
@@ -216,6 +216,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 f"skip='all' cannot hold back a {type(optimizer).__name__}, which steps while it "
                 "calls its closure: use skip='each'"
             )
+        refuse_nan(optimizer)
         scale = self._scale_of(key, device)
         before, loss_so_far = Snapshot(optimizer), scale.loss
 

@@ -22,7 +22,7 @@ from ..names import culprits_by_peak, with_first
 from ..ranks.agreement import CLIPS, NOT_TAKEN, Agreed, RankRow, agree, packed
 from ..ranks.group import SAME
 from ..ranks.sharding import value_of
-from .finite_check import Inspection, device_look, not_finite
+from .finite_check import Inspection, device_leaves_format, device_look, not_finite
 from .weights import about_weights
 from .window import APPLIED, MicroBatch, Window, first_bad, shown
 
@@ -150,8 +150,12 @@ class OnDevice:
         self, window: Window, full: Set[int], *, norm: bool, amax: bool, clips: bool
     ) -> Inspection:
         inverse = torch.ones_like(self.state.scale) if window.unscaled else self.inverse()
-        return device_look(
-            window.source.elements, inverse, norm=norm, amax=amax, clips=clips, full=full
+        grads = window.source.elements
+        found = device_look(grads, inverse, norm=norm, amax=amax, clips=clips, full=full)
+        if window.source.gathered:
+            return found
+        return found._replace(
+            nonfinite=found.nonfinite | device_leaves_format(grads, found, inverse)
         )
 
     def look_again(self, window: Window, which: list[int]) -> Any:

@@ -14,7 +14,7 @@ from ...rules import ScaleState
 from ..ranks.agreement import NOT_TAKEN, Agreed, RankRow, agree
 from ..ranks.group import SAME
 from ..ranks.sharding import value_of
-from .finite_check import Inspection, kind_of, look
+from .finite_check import Inspection, kind_of, leaves_format, look
 from .window import Window
 
 
@@ -82,6 +82,8 @@ class OnHost:
         common = window.group.common_weight
         if common is not None:
             found = look(window.source.elements, inverse, amax=amax, norm=norm, full=full)
+            if not window.source.gathered and leaves_format(window.source.elements, inverse):
+                found = found._replace(nonfinite=True, norm=math.nan)
             return found._replace(lengths=[(common, found.norm)])
         kinds: dict[float, list[int]] = {}
         for i, weight in enumerate(window.group.weights_of(window.source.params)):
@@ -93,6 +95,7 @@ class OnHost:
                 [each[i] for i in at], inverse, amax=amax, norm=norm, full=left_out
             )
         bad = any(found.nonfinite for found in parts.values())
+        bad = bad or (not window.source.gathered and leaves_format(each, inverse))
         total = math.hypot(*(found.norm for found in parts.values()))
         return Inspection(
             bad,

@@ -27,11 +27,11 @@ from ...core import (
     decide,
     moved,
 )
-from ...errors import MisuseError, SettingsError, add_note
+from ...errors import MisuseError, add_note
 from ...formats import FP32
 from ...namespace import namespace
 from ...reading import NAN, Reading
-from ..gradient_source import GradientSource, gradients_of, multiply
+from ..gradient_source import GradientSource, gradients_of, multiply, refuse_nan
 from ..names import culprits, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
 from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, WATCHED, RankRow, gather
@@ -63,6 +63,8 @@ class Scale:
         self.home: OnHost | OnDevice = OnHost(settings.rule.init())
         self.groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
         """Of every optimizer that was inspected."""
+        self.checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """How many parameter groups an optimizer had when its settings were checked."""
         self.ceiling = math.inf
         self.steps = 0
         self.due: Callable[[], Finished] | None = None
@@ -261,13 +263,20 @@ class Scale:
                 )
 
     def _gather(self, optimizer: Any, window: Window | None) -> Window:
-        first = optimizer not in self.groups
+        checked, groups = self.checked.get(optimizer), len(optimizer.param_groups)
         group = self.group_of(optimizer)
         if window is None:
             window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
-            if first:
+            if checked != groups:
                 window.source.check_settings()
+                self.checked[optimizer] = groups
+            if checked is None:
                 self.settings.unnamed.append(weakref.ref(optimizer))
+        elif window.unscaled and checked != groups:
+            raise MisuseError(
+                "a parameter group was added after unscale_(), so its gradients still carry the "
+                "scale: call update() and zero_grad(), and compute the batch again"
+            )
         window.group = group
         window.source.find(by_parameter=self.home.late, spread=group is not ALONE)
         return window
@@ -387,7 +396,7 @@ class Scale:
                 raise MisuseError(_bad_change(source, changed, self.settings.names))
             return
         if not self.home.late and bad and not window.culprits:
-            window.culprits = culprits(source.params, self.settings.names)
+            window.culprits = culprits(source.params, self.settings.names, source.each())
         bad = namespace(self.home.xp).or_(reading.nonfinite, bad)
         window.reading = reading._replace(nonfinite=bad, checked=True)
 
@@ -445,10 +454,7 @@ class Scale:
         assert window.reading is not None
         reading, value, cause = window.reading, None, None
         if not done:
-            for group in source.optimizer.param_groups:
-                lr = group.get("lr")
-                if type(lr) is float and lr - lr != 0:
-                    raise SettingsError(f"the learning rate is {lr}: nothing was written")
+            refuse_nan(source.optimizer)
             source.hooked = source.has_hooks()
             if source.hooked:
                 source.after_hooks = functools.partial(self._after_hooks, window)
@@ -458,6 +464,9 @@ class Scale:
                 value = self._folded(window, reading, args, kwargs)
             except ChangedByHook:
                 return self.finish(window, call, retries=retries)
+            except Exception as error:
+                _half_way(error, source)
+                raise
         else:
             seen, state, known = reading, home.state, window.loss_known
             if home.late:
@@ -475,10 +484,8 @@ class Scale:
                     value = self._apply(window, args, kwargs)
                 except ChangedByHook:  # before anything was written: decided anew
                     return self.finish(window, call, retries_left=retries_left, retries=retries)
-                except MisuseError:
-                    raise
                 except Exception as error:
-                    add_note(error, _half_way(source))
+                    _half_way(error, source)
                     raise
         which, failed = None, not home.late and cause not in APPLIED
         if failed:
@@ -650,17 +657,22 @@ class Scale:
         return [p for w in self.windows.values() for p in w.source.params]
 
 
-def _half_way(source: GradientSource) -> str:
+def _half_way(error: Exception, source: GradientSource) -> None:
+    """Says in what state a step that raised has left the weights."""
+    if isinstance(error, MisuseError):  # before anything was written
+        return
     kind = type(source.optimizer).__name__
-    return (
+    add_note(
+        error,
         f"gradlift: {kind}.step() raised this before it was through. {source.half_way} step() may "
         "be called again with the same gradients; to repeat the step exactly, load the weights and "
-        "the optimizer from a checkpoint first"
+        "the optimizer from a checkpoint first",
     )
 
 
 def _bad_change(source: GradientSource, changed: list[int], names: dict[int, str]) -> str:
-    bad = culprits([source.params[i] for i in changed], names)
+    each = source.each()
+    bad = culprits([source.params[i] for i in changed], names, [each[i] for i in changed])
     return (
         f"the gradient of {bad[0]} was changed after it had been checked and is now {bad[0].kind}. "
         "The other ranks do not know that, so nothing was written: make the change before "
