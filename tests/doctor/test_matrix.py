@@ -24,6 +24,7 @@ ALSO = {
     "start-low": {"conservative"},
     "scale-thrash": {"thrash", "growth-eager"},
     "scale-floor": {"floor", "bad-operation"},
+    "ranks-disagree": {"ranks"},
     "fp16-parameters": {"updates-lost"},
     "labels-masked": {"bad-operation"},
     "zero-probability": {"bad-operation"},
@@ -36,8 +37,7 @@ NOT_YET = {
 
 
 def chosen(*groups):
-    paths = [p for p in scripts_of(*groups) if p.parts[1] != "ranks_disagree"]  # needs torchrun
-    return paths[::EVERY]
+    return scripts_of(*groups)[::EVERY]
 
 
 FAULTS, SOUND = chosen("faults"), chosen("cured", "healthy")

@@ -27,7 +27,7 @@ class Forward:
     >>> out = net(torch.ones(1, 2))
     >>> names, numbers = forward.end()
     >>> [name for name, *_ in names], numbers.shape
-    (['0', '1'], torch.Size([2, 3]))
+    (['0', '1'], torch.Size([2, 4]))
     """
 
     def __init__(self) -> None:
@@ -75,18 +75,19 @@ class Forward:
         peak = torch.maximum(-low, high).float()
         zeros = t.numel() - torch.count_nonzero(t)
         nonfinite = t.numel() - torch.isfinite(t).sum()
-        row = torch.stack((peak, zeros.float(), nonfinite.float()))
+        row = torch.stack((peak, high.float(), zeros.float(), nonfinite.float()))
         before = self.rows.get(id(module))
         elements = t.numel()
         if before is not None:
             _, _, n, old = before
-            row = torch.cat((torch.maximum(row[:1], old[:1]), row[1:] + old[1:]))
+            row = torch.cat((torch.maximum(row[:2], old[:2]), row[2:] + old[2:]))
             elements += n
         self.rows[id(module)] = module, str(t.dtype).removeprefix("torch."), elements, row
 
     def end(self) -> tuple[list[tuple[str, str, str, int]], Tensor] | None:
         """(name, type, dtype, elements) of each module in the order of their calls; and of each the
-        largest |number|, how many are zero, how many are not finite. None if none was seen."""
+        largest |number|, the largest number, how many are zero, how many are not finite. None if
+        none was seen."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None

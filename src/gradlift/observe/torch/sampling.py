@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class Sampling:
         self.weighed: tuple[Any, weights.WeightLook] | None = None
         self.late: list[Callable[[], None]] = []
         self.described: set[str] = set()
+        self.owned: dict[int, ref[Tensor]] = {}
+        """Parameters that an optimizer has stepped, which may be gone by now; by id."""
         self.also, self.extra, self.modules = False, 0, 0
         self.begin()
 
@@ -88,6 +91,8 @@ class Sampling:
 
     def before_step(self, optimizer: Any) -> None:
         """The outermost step of an optimizer begins, inside a scaler's or not."""
+        if self.looking:
+            self.owned.update((id(p), ref(p)) for p in parameters_of(optimizer))
         if self.looking and self.weighed is None:
             self.weighed = optimizer, weights.before(optimizer)
 
@@ -139,9 +144,11 @@ class Sampling:
         self, step: int, modules: list[tuple[str, str, str, int]], rows: list[list[float]]
     ) -> None:
         found = {}
-        for (name, kind, dtype, elements), (amax, zeros, nonfinite) in zip(modules, rows):
+        for (name, kind, dtype, elements), (amax, top, zeros, nonfinite) in zip(modules, rows):
             found[name] = {"type": kind, "dtype": dtype, "elements": elements, "amax": amax}
             found[name]["zero"] = zeros / elements
+            if top < 0:
+                found[name]["top"] = top
             if nonfinite:
                 found[name]["nonfinite"] = int(nonfinite)
         self.recorder.forward(step, found)
@@ -185,7 +192,8 @@ class Sampling:
         names: dict[int, str] = {}
         for optimizer in optimizers:
             names.update(self.names(optimizer))
-        left = [p for i, p in wanted.items() if i not in owners]
+        once = {i for i, owned in self.owned.items() if owned() is used.get(i)}
+        left = [p for i, p in wanted.items() if i not in owners and i not in once]
         if left:
             from ...torch.names import found
 
