@@ -218,7 +218,7 @@ def test_between_two_looks_only_what_is_bad_is_looked_at(tmp_path):
     looked = [s.step for s in session.run.steps if s.amax == s.amax]
     assert looked == [*range(10), 20]
     assert session.run.steps[17].culprits == ("0.bias", "0.weight")
-    assert [s.step for s in session.run.samples] == [0]
+    assert [s.step for s in session.run.samples] == [0, 20]  # more often in the first steps
 
 
 def test_what_a_hook_cannot_read_is_noted_once_and_training_goes_on(record, monkeypatch):

@@ -370,6 +370,8 @@ def accumulation_not_divided(run: Run) -> Finding | None:
         for call in calls.order:
             if call.name != "backward" or call.times < MICRO_BATCHES or "divided" in call.fact:
                 continue
+            if any(c.name in ZERO and c.times >= call.times for c in calls.order):
+                continue  # cleared before each, as a closure does
             return Finding(
                 "warning",
                 f"The losses of {call.times} micro-batches are added up",

@@ -146,7 +146,8 @@ def loss_end(losses: list[Tensor]) -> list[End]:
     >>> [end.name for end in loss_end([w.square().sum().sqrt() + 1])]
     ['SqrtBackward0']
     """
-    found, nodes = [], [t.grad_fn for t in losses]
+    found: list[End] = []
+    nodes: list[Any] = [t.grad_fn for t in losses if t.grad_fn is not None]
     for _ in range(_MOST_ENDS):
         if not nodes:
             break

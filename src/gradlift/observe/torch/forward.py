@@ -36,7 +36,11 @@ class Forward:
         self.last: Tensor | None = None
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        """Every module that was seen."""
+        """Every module that was seen while gradients were wanted, and is still there."""
+        self.called_without: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        """The same, under no_grad."""
+        self.seen = 0
+        """How many modules were called so far, those that are gone included."""
         self.compiled = False
 
     @property
@@ -56,7 +60,10 @@ class Forward:
             self.handle = None
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled():
+            self.called_without[module] = None
             return
         try:
             with torch.no_grad():
@@ -65,6 +72,7 @@ class Forward:
             return
 
     def _add(self, module: nn.Module, output: Any) -> None:
+        self.seen += module not in self.called
         self.called[module] = None
         found = [t for t in tensors(output) if t.is_floating_point() and t.numel()]
         if not found or found[0] is self.last:  # a container returns what its last child returned

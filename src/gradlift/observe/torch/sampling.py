@@ -26,6 +26,7 @@ _SETTINGS = ("lr", "eps", "betas", "weight_decay", "momentum", "fused", "foreach
 _GROUPS = 10  # parameter groups whose settings are written down
 _MOST_EXTRA = 20  # steps that are looked at because the one before was not finite
 _SHOWN = 20  # names in a list
+_MOST_IDLE = 500  # such as those of experts that were not chosen
 
 
 class Sampling:
@@ -67,8 +68,8 @@ class Sampling:
             if found is not None:
                 modules, numbers = found
                 self._when_read(numbers, lambda rows: self._write_forward(step, modules, rows))
-            if len(self.forward.called) > self.modules:  # new ones: at first, or in mid-run
-                self.modules = len(self.forward.called)
+            if self.forward.seen > self.modules:  # new ones: at first, or in mid-run
+                self.modules = self.forward.seen
                 self.write_trained(step)
         self.windows += 1
         self.begin()
@@ -185,6 +186,7 @@ class Sampling:
             return
         used = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         wanted = {i: p for i, p in used.items() if p.requires_grad}
+        without = {id(p) for m in self.forward.called_without for p in m._parameters.values()}
         owners: dict[int, int] = {}
         for optimizer in optimizers:
             for i in {id(p) for p in parameters_of(optimizer)}:
@@ -202,7 +204,9 @@ class Sampling:
             "left_out": [names.get(id(p), f"shape {tuple(p.shape)}") for p in left][:_SHOWN],
             "left_out_count": len(left),
             "shared": [names.get(i, "?") for i, n in owners.items() if n > 1][:_SHOWN],
-            "not_called": [names.get(i, "?") for i in owners if i not in used][:_SHOWN],
+            "not_called": [names.get(i, "?") for i in owners if i not in used and i not in without][
+                :_MOST_IDLE
+            ],
             "trained": len(wanted) - len(left),
         }
         self.recorder.event("trained", step, **facts)
