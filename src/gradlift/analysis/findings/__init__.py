@@ -138,6 +138,7 @@ CHECKS: tuple[Check, ...] = (
 
 _SYMPTOMS = ("forward-nan", "floor", "thrash", "culprit", "overflows", "exploding", "start")
 _NONFINITE = ("weights-nonfinite", "poisoned-buffer", "bad-operation", *_SYMPTOMS)
+_LOST = ("diverging", "forward-overflow", "half-loss", *_NONFINITE)
 _LAYERS = ("dead-layer", "detached-layer", "dead-relu", "underflow", "vanishing", "conservative")
 _ORIGINS = (
     *("bad-data", "poisoned-buffer", "masked-rows", "labels-masked", "one-sample-norm"),
@@ -145,21 +146,21 @@ _ORIGINS = (
 )
 EXPLAINS: dict[str, tuple[str, ...]] = {
     "clip-scaled": ("clip-too-tight", *_LAYERS),
-    "step-beside-scaler": (*_NONFINITE, "diverging"),
-    "step-twice": (*_NONFINITE, "diverging"),
-    "zero-grad-missing": (*_NONFINITE, "diverging"),
+    "step-beside-scaler": _LOST,
+    "step-twice": _LOST,
+    "zero-grad-missing": _LOST,
     "zero-grad-misplaced": _LAYERS,
     "update-missing": ("crash", "accumulation-not-divided"),
     "update-twice": ("crash", "lr-moved", *_SYMPTOMS),
     "loss-not-scaled": _LAYERS,
     "resume-without-scaler": ("start", "overflows", "lr-moved"),
     "gan-two-updates": ("thrash",),
-    "parameters-shared": (*_NONFINITE, "diverging"),
+    "parameters-shared": _LOST,
     "head-replaced": ("parameters-left-out", *_LAYERS),
     "autocast-no-scaler": _LAYERS,
     **dict.fromkeys(_ORIGINS, ("bad-operation", "diverging", "half-loss", *_NONFINITE)),
     "eps-zero": ("fp16-parameters", "updates-lost", "forward-overflow", *_NONFINITE),
-    "accumulation-not-divided": ("diverging", *_NONFINITE),
+    "accumulation-not-divided": _LOST,
     "diverging": ("forward-overflow", "half-loss", *_NONFINITE),
     "half-loss": ("dead-layer", "bad-operation", *_SYMPTOMS),
     "exploding": ("forward-overflow", "thrash", "culprit", "overflows"),

@@ -122,7 +122,9 @@ def labels_masked(run: Run) -> Finding | None:
 
     def holds(d: dict[str, Any]) -> bool:
         empty = _text(d, "op").startswith("mean") and "no elements" in _text(d, "input")
-        return _text(d, "op").startswith(("nll_loss", "cross_entropy")) or empty
+        of_count = _text(d, "op") == "div" and _text(d, "dtype").startswith("int")
+        zero = of_count and "0 in the divisor" in _text(d, "input")
+        return _text(d, "op").startswith(("nll_loss", "cross_entropy")) or empty or zero
 
     return _finding(
         run,

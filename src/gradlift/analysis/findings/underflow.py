@@ -129,15 +129,7 @@ def dead_layers(run: Run) -> list[str]:
 def underflow(run: Run) -> Finding | None:
     """Layers nearly all of whose elements are subnormal in float16, or flushed."""
     layers = _layers(run)
-    small = {
-        name: layer
-        for name, layer in layers.items()
-        if layer.narrow
-        and (
-            (layer.lost >= LOST_LAYER and layer.nonzero >= ENOUGH)
-            or (layer.starved and layer.tally.elements >= ENOUGH)
-        )
-    }
+    small = _small(layers)
     if not small or _unscaled(run):
         return None
     empty = {name: layer for name, layer in layers.items() if not layer.nonzero}
@@ -168,7 +160,11 @@ def underflow(run: Run) -> Finding | None:
 
 def conservative(run: Run) -> Finding | None:
     """The scale leaves bits unused in nearly all steps, while small elements are lost."""
-    share = _lost_share(list(_layers(run).values()))
+    layers = _layers(run)
+    small = _small(layers)
+    if small and len(small) < HALF * len(layers):
+        return None  # `underflow` names them
+    share = _lost_share(list(layers.values()))
     bits = _unused_bits(run)
     if share < LOST_SHARE or bits < UNUSED_BITS or _unscaled(run):
         return None
@@ -197,6 +193,19 @@ def _layers(run: Run) -> dict[str, Layer]:
             if name.endswith("bias"):
                 layer.bias.add(shares)
     return {m: x for m, x in layers.items() if x.samples >= SAMPLES and x.tally.elements}
+
+
+def _small(layers: dict[str, Layer]) -> dict[str, Layer]:
+    """Those that are below float16's range."""
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if layer.narrow
+        and (
+            (layer.lost >= LOST_LAYER and layer.nonzero >= ENOUGH)
+            or (layer.starved and layer.tally.elements >= ENOUGH)
+        )
+    }
 
 
 def _lost_share(layers: list[Layer]) -> float:
