@@ -12,6 +12,7 @@ import pytest
 from doctor.recording import findings, output, record_all, scripts_of
 
 from gradlift.analysis.findings import CHECKS
+from gradlift.journal import read_journal
 
 ALL = os.environ.get("DOCTOR") == "all"
 EVERY = 1 if ALL else 12
@@ -80,6 +81,12 @@ def test_no_wrong_cure_is_given(journals, path):
 def test_no_alarm_about_a_sound_script(journals, path):
     kinds = [f.kind for f in findings(journals[path]) if f.severity != "hint"]
     assert (not kinds) != (str(path) in NOT_YET), kinds
+
+
+@pytest.mark.parametrize("path", FAULTS + SOUND, ids=str)
+def test_everything_could_be_recorded(journals, path):
+    events = read_journal(journals[path]).events
+    assert [e.detail for e in events if e.detail.get("code") == "observer"] == []
 
 
 @pytest.mark.parametrize("path", [p for p in SOUND if p.parts[0] == "cured"], ids=str)

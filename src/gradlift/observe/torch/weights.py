@@ -112,9 +112,9 @@ def _below_eps(optimizer: Any, p: Tensor) -> Tensor:
 
 
 def _alike(p: Tensor) -> Tensor:
-    rows = p.detach()[:64]
-    if rows.dim() < 2 or len(rows) < 2:
+    if p.dim() < 2 or len(p) < 2:
         return p.new_zeros((), dtype=torch.float32)
+    rows = p.detach()[:64]
     return (rows == rows[:1]).all().float()
 
 
