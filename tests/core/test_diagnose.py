@@ -10,7 +10,7 @@ import pytest
 from gradlift import Cause, Verdict, replay
 from gradlift.analysis.diagnosis import diagnose
 from gradlift.analysis.findings import CHECKS
-from gradlift.journal import Event, Journal, Run, Sample, Step, read_journal
+from gradlift.journal import Call, Calls, Event, Journal, Run, Sample, Step, read_journal
 
 BAD = {"nonfinite": True, "verdict": Verdict.SKIP, "cause": Cause.OVERFLOW}
 
@@ -559,3 +559,77 @@ def test_weights_at_the_end_of_their_range():
     assert (finding.kind, finding.severity) == ("weight-range", "warning")
     assert (finding.steps, finding.parameters) == ((50, 51), ("b",))
     assert "In 2 steps of 102" in finding.evidence
+
+
+# ranks
+
+
+def of_two_ranks(folder, here, there):
+    for name, (weights, gradients) in (("journal", here), ("rank-1", there)):
+        with Journal(folder / f"{name}.jsonl") as journal:
+            journal.describe(rule="dynamic")
+            journal.step(Step(0, 8.0, 8.0))
+            journal.event("ranks", 0, weights=weights, gradients=gradients)
+    return read_journal(folder / "journal.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("there", "apart"),
+    [
+        ((5.0, 2.0), False),
+        ((6.0, 2.0), True),
+        ((6.0, 3.0), False),  # tensor parallel: each rank has gradients and weights of its own
+        ((math.nan, 2.0), False),
+        (("six", 2.0), False),
+    ],
+)
+def test_equal_gradients_on_different_weights(there, apart, tmp_path):
+    assert kinds(of_two_ranks(tmp_path, (5.0, 2.0), there)) == ["ranks"] * apart
+
+
+# gradients that were changed by hand
+
+
+def changed(*facts, **header):
+    calls = [
+        Calls(
+            i,
+            tuple(
+                Call(name, "train.py:3", "Adam" * (name != "backward"), fact)
+                for name, fact in (
+                    ("backward", "scaled"),
+                    ("gradients changed", each),
+                    ("scaler.step", ""),
+                    ("update", ""),
+                )
+            ),
+            1,
+        )
+        for i, each in enumerate(facts)
+    ]
+    return Run(header=header, steps=clean(9), calls=calls)
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        (("times 0.5", "times 0.5"), None),  # a mean
+        (("times 0.5", "times 0.1"), "clip-scaled"),
+        (("times 0.5", "times 2"), None),
+        (("times 0.5",), None),
+        (("added", "added"), None),  # one order of calls, seen twice: see below
+        (("added", "added", "times 0.5"), None),
+        (("times nonsense", "times 0.1"), None),
+    ],
+)
+def test_gradients_that_carry_the_scale_are_changed(facts, kind):
+    found = kinds(changed(*facts))
+    assert found == ([kind] if kind else [])
+
+
+def test_something_is_added_to_gradients_that_carry_the_scale():
+    run = changed("added")
+    run.calls[0] = run.calls[0]._replace(times=2)
+    assert kinds(run) == ["unscale-missing"]
+    run.header["world_size"] = 2  # ranks may average them by hand
+    assert kinds(run) == []

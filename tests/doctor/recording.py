@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import shutil
+import subprocess
 import sys
 import traceback
 import warnings
@@ -17,6 +19,7 @@ from gradlift.session import Session
 
 HERE = Path(__file__).parent
 AT_A_TIME = 2
+RANKS = "ranks_disagree"  # the folder of scripts that need two processes
 
 
 def scripts_of(*groups):
@@ -27,6 +30,31 @@ def scripts_of(*groups):
 
 def record_all(paths, folder):
     """Records each script; returns the journal of each."""
+    ranks = [path for path in paths if path.parts[1] == RANKS]
+    alone = [path for path in paths if path.parts[1] != RANKS]
+    return {**_record_alone(alone, folder), **{p: _record_ranks(p, folder) for p in ranks}}
+
+
+def _record_ranks(path, folder):
+    """A job of two processes, each under `gradlift run`. Whatever the script, torch's own threads
+    now and then abort an interpreter that is ending: such a job is started again."""
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gradlift")
+    name = "-".join(path.with_suffix("").parts)
+    run = ("run", "-q", "--no-report", "--runs-dir", str(folder), "--name", name)
+    for _ in range(3):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        done = subprocess.run(
+            [sys.executable, *words, *run, str(HERE / path)], capture_output=True, text=True
+        )
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, f"{path} could not be recorded: {done.stderr[-2000:]}"
+    journal = folder / name / "journal.jsonl"
+    journal.with_suffix(".log").write_text(done.stdout)
+    return journal
+
+
+def _record_alone(paths, folder):
     torch.set_num_threads(1)  # a fork has no OpenMP threads
     journals = {path: folder / f"{'-'.join(path.with_suffix('').parts)}.jsonl" for path in paths}
     waiting, running = list(paths), {}

@@ -218,7 +218,7 @@ def test_between_two_looks_only_what_is_bad_is_looked_at(tmp_path):
     looked = [s.step for s in session.run.steps if s.amax == s.amax]
     assert looked == [*range(10), 20]
     assert session.run.steps[17].culprits == ("0.bias", "0.weight")
-    assert [s.step for s in session.run.samples] == [0]
+    assert [s.step for s in session.run.samples] == [0, 20]  # more often in the first steps
 
 
 def test_what_a_hook_cannot_read_is_noted_once_and_training_goes_on(record, monkeypatch):
@@ -327,3 +327,17 @@ def test_hooks_that_only_read_are_known_to_masters(record):
         handle = optim_module.register_optimizer_step_pre_hook(lambda *_: None)
         assert gradients_of(optimizer).has_hooks()
         handle.remove()
+
+
+def test_a_parameter_of_a_single_number_is_weighed_as_others_are(tmp_path):
+    """Such as the learned temperature of a contrastive loss."""
+    w, t = (torch.nn.Parameter(torch.tensor(x)) for x in ([1.0, 2.0], 3.0))
+    optimizer = torch.optim.SGD([w, t], lr=0.5)
+    with gradlift.record(tmp_path / "run.jsonl", every=2) as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (w.sum() * t).backward()
+            optimizer.step()
+    run = session.run
+    assert [len(sample.parameters) for sample in run.weights] == [2, 2, 2]
+    assert [e for e in run.events if e.detail.get("code") == "observer"] == []

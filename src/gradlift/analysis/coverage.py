@@ -35,8 +35,9 @@ def coverage(run: Run) -> Coverage:
     steps = count(len(run.steps), "step")
     looked, missing = [], []
     measured = sum(not math.isnan(s.amax) or s.nonfinite for s in run.steps)
+    norms = sum(s.norm == s.norm or s.nonfinite for s in run.steps)
     parts = [
-        (measured, "the largest gradient"),
+        (norms, "the gradients' norm") if norms > measured else (measured, "the largest gradient"),
         (len({s.step for s in run.samples}), "each parameter's gradient"),
         (len({f.step for f in run.forwards}), "the forward pass"),
         (len({w.step for w in run.weights}), "weights and their updates"),

@@ -282,11 +282,14 @@ class Channel:
                 return True
         return False
 
-    def sample(self, step: int, parameters: dict[str, dict[str, Any]]) -> None:
-        """Statistics of each parameter's gradient, for the journals in which they are due."""
+    def sample(
+        self, step: int, parameters: dict[str, dict[str, Any]], *, due: bool = False
+    ) -> None:
+        """Statistics of each parameter's gradient, for the journals in which they are due; with
+        `due` in all, such as at the start of a run that may be short."""
         self._journals()
         for recorder in self.recorders:
-            if recorder.every and step % recorder.every == 0:
+            if recorder.every and (due or step % recorder.every == 0):
                 for journal in recorder.journals:
                     journal.sample(step, parameters)
 

@@ -150,6 +150,7 @@ _STATISTICS: dict[str, Any] = {
     "nonfinite": count,
     "dtype": text,
     "rms": number,
+    "top": number,
     "update": number,
     "unchanged": share,
     "below_eps": share,

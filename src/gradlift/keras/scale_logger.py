@@ -8,10 +8,18 @@ from typing import Any
 
 import keras
 
+from ..core import Note
 from ..errors import MisuseError, SettingsError, TrainingHalted
 from ..journal import Channel, Journal, Recorder, current, opened
+from .layer_looks import LayerLooks
 from .loss_scale_optimizer import LossScaleOptimizer
 from .step_record import ROWS, Record
+
+_NO_GRAPH = Note(
+    "forward",
+    "the forward pass was not looked at: the model is neither Sequential nor Functional",
+    once=True,
+)
 
 
 class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
@@ -21,6 +29,10 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
     the host wait for the device. The steps in between are not lost: the optimizer keeps the last
     64, and the journal gets them all. Limits given to the optimizer are enforced here. A run that
     is being recorded around `fit` gets the lines too.
+
+    On request, for `gradlift doctor`: every `sample` batches the weights and their update are
+    recorded; with `forward`, a batch of inputs, also what each layer gives for it (without dropout;
+    of Sequential and Functional models). Both wait for the device.
 
     >>> import keras, numpy as np, tempfile, os
     >>> from gradlift import read_journal
@@ -38,8 +50,25 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
     # only plain numbers are touched. Looking is done before a batch begins.
     async_safe = True
 
-    def __init__(self, journal: Any = None, every: int | None = None) -> None:
+    def __init__(
+        self,
+        journal: Any = None,
+        every: int | None = None,
+        *,
+        sample: int | None = None,
+        forward: Any = None,
+    ) -> None:
         super().__init__()
+        if sample is None and forward is not None:
+            sample = 50
+        if sample is not None and (
+            isinstance(sample, bool) or not isinstance(sample, int) or sample < 1
+        ):
+            raise SettingsError(f"sample is {sample!r}, expected a number of batches, 1 or more")
+        self._sample, self._inputs = sample, forward
+        self._looks: LayerLooks | None = None
+        self._before: tuple[int, Any] | None = None
+        self._batches = 0
         if every is None:
             every = 32 if keras.backend.backend() == "jax" else 1
         if isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= ROWS:
@@ -73,6 +102,11 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         if interrupted:
             with suppress(TrainingHalted), self._now():
                 optimizer.enforce()
+        if self._sample is not None and (
+            self._looks is None or self._looks.model is not self._model
+        ):
+            self._looks = LayerLooks(self._model, self._inputs)
+        self._before, self._batches = None, 0
         self._together = self.model.steps_per_execution
         self._ahead, self._begun = 0, False
 
@@ -116,6 +150,8 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         if self._ahead >= self.every or self._ahead + self._together > ROWS:
             self._look()
         self._ahead += self._together
+        if self._looks is not None:
+            self._look_inside(self._looks)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if logs is not None:
@@ -125,6 +161,27 @@ class ScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]
         self._look()
         if logs is not None:
             logs.update(self._shown)
+
+    def _look_inside(self, looks: LayerLooks) -> None:
+        """Before a batch: weights are kept before a sampled one, and compared after it."""
+        if self._before is not None:
+            (step, before), self._before = self._before, None
+            facts = looks.updates(before, looks.weights())
+            for recorder in self._recorders():
+                recorder.weights(step, facts)
+        if self._sample is not None and self._batches % self._sample == 0:
+            self._before = self._read().steps, looks.weights()
+            if self._inputs is not None and looks.has_graph:
+                forward = looks.forward()
+                for recorder in self._recorders():
+                    recorder.forward(self._before[0], forward)
+            elif self._inputs is not None:
+                for channel in self.channels:
+                    channel.note(None, _NO_GRAPH)
+        self._batches += 1
+
+    def _recorders(self) -> list[Recorder]:
+        return [recorder for channel in self.channels for recorder in channel.recorders]
 
     def on_train_end(self, logs: Any = None) -> None:
         self._optimizer._conclusions.loggers.remove(self)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import groupby
 
 from ...journal import Call, Calls, Run
-from ..words import count
-from .finding import Finding
+from ..words import count, power
+from .finding import SHOWN, Finding
 
 MOST = 0.5  # of the windows: what happens less often may be an exception that was meant
 MICRO_BATCHES = 2
 LOST = 0.05  # share of gradient elements that float16 loses: more than noise
+CHANGED = 2  # sampled windows: one may be an exception that was meant
+VARIES = 1.01  # a factor that is the same in all steps is no clipping
 STEPS = ("scaler.step", "optimizer.step")
 ZERO = ("zero_grad", "model.zero_grad")
 
@@ -86,6 +90,68 @@ def clip_scaled(run: Run) -> Finding | None:
         "clip-scaled",
         call.place,
         "certain",
+    )
+
+
+def _changes(run: Run) -> list[Where]:
+    """Sampled windows in which gradients that carry the scale were changed by hand."""
+
+    def wrong(order: tuple[Call, ...]) -> Iterator[Call]:
+        for i, call in enumerate(order):
+            if call.name == "gradients changed" and _carries_scale(order, i):
+                yield call
+
+    one_rank = run.header.get("world_size") in (None, 1)  # ranks may average them by hand
+    return _where(run, wrong) if one_rank else []
+
+
+def _factors(found: list[Where]) -> list[float]:
+    """By which gradients were multiplied; empty if something else was done to them."""
+    facts = [call.fact.partition("times ") for call, _ in found]
+    known = all(times and _is_positive(factor) for _, times, factor in facts)
+    return [float(factor) for _, _, factor in facts] if known else []
+
+
+def clipped_by_hand(run: Run) -> Finding | None:
+    """Gradients that carry the scale are multiplied by a factor that differs from step to step."""
+    found = _changes(run)
+    factors = _factors(found)
+    if len(factors) < CHANGED or max(factors) >= 1 or max(factors) < VARIES * min(factors):
+        return None
+    call, _calls = found[0]
+    return Finding(
+        "broken",
+        "Gradients are clipped by hand while they carry the scale",
+        f"Between backward() and this call, in {len(factors)} sampled steps, all elements of a "
+        f"gradient were multiplied by the same number, {min(factors):g} to {max(factors):g}: a "
+        "limit on their norm, which was compared with gradients that are larger by the scale.",
+        tuple(calls.step for _, calls in found[:SHOWN]),
+        (),
+        "Call scaler.unscale_(optimizer) before the gradients are clipped.",
+        "clip-scaled",
+        call.place,
+        "likely",
+    )
+
+
+def unscale_missing(run: Run) -> Finding | None:
+    """Something is added to gradients that carry the scale."""
+    found = [(call, calls) for call, calls in _changes(run) if call.fact == "added"]
+    if _windows(found) < CHANGED:
+        return None
+    call, _ = found[0]
+    return Finding(
+        "warning",
+        "Gradients are changed by hand while they carry the scale",
+        f"Between backward() and this call, in {count(_windows(found), 'sampled step')}, "
+        "something was added to a gradient before the scale was taken out: noise or decay then "
+        "counts for less by the scale. If it is in proportion to the gradient, all is well.",
+        tuple(calls.step for _, calls in found[:SHOWN]),
+        (),
+        "Call scaler.unscale_(optimizer) before the gradients are changed.",
+        "unscale-missing",
+        call.place,
+        "possible",
     )
 
 
@@ -304,6 +370,8 @@ def accumulation_not_divided(run: Run) -> Finding | None:
         for call in calls.order:
             if call.name != "backward" or call.times < MICRO_BATCHES or "divided" in call.fact:
                 continue
+            if any(c.name in ZERO and c.times >= call.times for c in calls.order):
+                continue  # cleared before each, as a closure does
             return Finding(
                 "warning",
                 f"The losses of {call.times} micro-batches are added up",
@@ -422,10 +490,43 @@ def autocast_no_scaler(run: Run) -> Finding | None:
     )
 
 
+def _new_scalers(run: Run) -> Finding | None:
+    """Scalers that follow each other, on the same parameters."""
+    trained = {"": run.header.get("parameters")}
+    for event in run.events:
+        if event.what == "note" and event.detail.get("code") == "scale":
+            trained[str(event.detail.get("key", ""))] = event.detail.get("parameters")
+    order = list(dict.fromkeys(step.key for step in run.steps))
+    if len(order) < 2 or any(trained.get(key) != trained[""] for key in order):
+        return None
+    turns = [key for key, _ in groupby(step.key for step in run.steps)]
+    starts = [steps[0].scale for steps in run.by_key.values()]
+    if not trained[""] or turns != order or len(set(starts)) > 1:
+        return None
+    lost = sum(step.skipped for step in run.steps)
+    first = next(step for step in run.steps if step.key == order[1])
+    update = next((c for calls in orders(run) for c in calls.order if c.name == "update"), None)
+    return Finding(
+        "warning",
+        "A new scaler is made again and again",
+        f"{len(order)} scalers stepped the same parameters, one after the other, and each began "
+        f"at a scale of {power(first.scale)}: what the one before had learned was dropped. "
+        f"{lost} of {count(len(run.steps), 'step')} were skipped.",
+        (first.step,),
+        (),
+        "Make the scaler once, where the optimizer is made, and hand it on.",
+        "resume-without-scaler",
+        update.place if update is not None else "",
+        "certain",
+    )
+
+
 def resume_without_scaler(run: Run) -> Finding | None:
     """Model and optimizer were loaded, and the scaler was not."""
     if not any(c.name == "update" for calls in orders(run) for c in calls.order):
         return None
+    if again := _new_scalers(run):
+        return again
     loaded = _where(run, lambda o: (c for c in o if c.name == "optimizer.load_state_dict"))
     names = {c.name for calls in orders(run) for c in calls.order}
     if not loaded or "scaler.load_state_dict" in names:
@@ -445,3 +546,10 @@ def resume_without_scaler(run: Run) -> Finding | None:
         call.place,
         "likely",
     )
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False

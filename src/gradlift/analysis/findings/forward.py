@@ -11,6 +11,7 @@ from ...formats import FP16
 from ...journal import Run
 from ..words import count, percent
 from .finding import SHOWN, Finding
+from .underflow import dead_layers
 
 SAMPLES = 2
 OFF = 0.9999  # share of a layer's outputs that are zero: no unit is on
@@ -40,7 +41,7 @@ def dead_relu(run: Run) -> Finding | None:
         if relu and len(late) >= SAMPLES and all(r.get("zero", 0) >= OFF for _, r in late):
             off[name] = late[0][0]
     if not off:
-        return None
+        return _all_negative(run)
     names = ", ".join(list(off)[:3])
     return Finding(
         "broken",
@@ -53,6 +54,31 @@ def dead_relu(run: Run) -> Finding | None:
         "use LeakyReLU, GELU or a normalisation in front.",
         "dead-relu",
         confidence="certain",
+    )
+
+
+def _all_negative(run: Run) -> Finding | None:
+    """A layer whose outputs are all negative, and that has no gradient: a ReLU that is no module
+    comes behind it."""
+    found: dict[str, float] = {}
+    for name in dead_layers(run):
+        rows = [row for _, row in _rows(run, name)]
+        late = rows[len(rows) // 2 :]
+        if len(late) >= SAMPLES and all(row.get("top", 0) < 0 for row in late):
+            found[name] = max(row["top"] for row in late)
+    if not found:
+        return None
+    name = next(iter(found))
+    return Finding(
+        "broken",
+        f"All units behind {', '.join(list(found)[:3])} are off",
+        f"The outputs of {name} were all negative ({found[name]:.3g} at most) and its gradients "
+        "all zero: a ReLU behind it gives zero for every input, and no gradient passes.",
+        (),
+        (),
+        "Lower the learning rate or the initial bias, so that units do not leave their range; or "
+        "use LeakyReLU, GELU or a normalisation in front.",
+        "dead-relu",
     )
 
 

@@ -33,9 +33,28 @@ def forward_nan(steps: list[Step], run: Run) -> Finding | None:
         f"it was scaled, so the scale is not the cause.{still}",
         numbers(bad),
         (),
-        "The record does not show where it began: record the run with gradlift run, which looks "
-        "for the first operation, input or buffer that is not finite.",
+        f"The record does not show where it began: {_where_to_look(run)}",
         "forward-nan",
+    )
+
+
+def _where_to_look(run: Run) -> str:
+    """How the framework itself names the operation."""
+    framework = run.header.get("framework")
+    backend = run.header.get("backend") if framework == "keras" else framework
+    if backend == "jax":
+        return (
+            'jax.config.update("jax_debug_nans", True) makes JAX stop at the first operation that '
+            "gives NaN."
+        )
+    if backend == "tensorflow":
+        return (
+            "tf.debugging.enable_check_numerics() makes TensorFlow stop at the first operation "
+            "that is not finite."
+        )
+    return (
+        "record the run with gradlift run, which looks for the first operation, input or buffer "
+        "that is not finite."
     )
 
 

@@ -53,8 +53,10 @@ def _finding(
     return Finding(
         "broken",
         title.format(
-            **{"op": "An operation", "found": "inf or NaN", "module": "", **event.detail}
-        ).strip(),
+            op=_text(event.detail, "op") or "An operation",
+            found=_text(event.detail, "found") or "inf or NaN",
+            within=f" in {module}" if (module := _text(event.detail, "module")) else "",
+        ),
         _made(event),
         (event.step,) if event.step is not None else (),
         (),
@@ -120,7 +122,9 @@ def labels_masked(run: Run) -> Finding | None:
 
     def holds(d: dict[str, Any]) -> bool:
         empty = _text(d, "op").startswith("mean") and "no elements" in _text(d, "input")
-        return _text(d, "op").startswith(("nll_loss", "cross_entropy")) or empty
+        of_count = _text(d, "op") == "div" and _text(d, "dtype").startswith("int")
+        zero = of_count and "0 in the divisor" in _text(d, "input")
+        return _text(d, "op").startswith(("nll_loss", "cross_entropy")) or empty or zero
 
     return _finding(
         run,
@@ -167,7 +171,7 @@ def forward_overflow(run: Run) -> Finding | None:
             and not _text(d, "op").startswith((*_DIVIDES[:3], "log"))
         ),
         "forward-overflow",
-        "The forward pass overflows float16 {module}",
+        "The forward pass overflows float16{within}",
         "Run this module in float32 (torch.autocast(..., enabled=False) around it, inputs in "
         ".float()) or in bfloat16, or normalise what it is given.",
     )
@@ -213,7 +217,7 @@ def bad_operation(run: Run) -> Finding | None:
         run,
         holds,
         "bad-operation",
-        "{op} gives {found} {module}",
+        "{op} gives {found}{within}",
         "Keep its input away from the bad point: add an eps inside (sqrt(x + eps), x / (y + eps)), "
         "or clamp it. torch.where does not help: the branch not taken still has a gradient.",
     )

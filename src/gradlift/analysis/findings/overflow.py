@@ -98,6 +98,8 @@ def start(steps: list[Step], run: Run) -> Finding | None:
     if len(first) < START_SKIPS:
         return None
     to = steps[length].scale if length < len(steps) else first[-1].next_scale
+    if to <= 0:
+        return None  # no scale at all was small enough
     if to < 1:
         return Finding(
             "warning",

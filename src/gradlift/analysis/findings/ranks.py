@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from pathlib import Path
@@ -11,6 +12,8 @@ from ...journal import Run, Step, read_journal
 from ..words import power
 from .finding import SHOWN, Finding
 
+SAME = 1e-9  # relative: an all_reduce gives every rank the same bits
+APART = 1e-6  # relative
 _NAME = re.compile(r"rank-(\d+)\.jsonl")
 
 
@@ -23,7 +26,7 @@ def ranks(run: Run) -> Finding | None:
         if difference:
             apart[rank] = difference
     if not apart:
-        return None
+        return _weights_apart(run, others)
     rank, (here, there) = min(apart.items(), key=lambda item: item[1][0].step)
     names = ", ".join(map(str, sorted(apart)[:SHOWN]))
     return Finding(
@@ -37,6 +40,45 @@ def ranks(run: Run) -> Finding | None:
         "Let the ranks decide together: GradScaler(process_group=group).",
         "ranks",
     )
+
+
+def _weights_apart(run: Run, others: dict[int, Run]) -> Finding | None:
+    """Ranks that step with the same gradients have different weights."""
+    here = _fingerprints(run)
+    for rank, other in others.items():
+        for step, (weights, gradients) in _fingerprints(other).items():
+            mine = here.get(step, (math.nan, math.nan))
+            if math.isclose(mine[1], gradients, rel_tol=SAME) and _differ(mine[0], weights):
+                return Finding(
+                    "broken",
+                    "The ranks have different weights",
+                    f"At step {step} rank 0 and rank {rank} stepped with the same gradients (norm "
+                    f"{gradients:.6g}), and their weights have the norms {mine[0]:.6g} and "
+                    f"{weights:.6g}: they train different models.",
+                    (step,),
+                    (),
+                    "Begin with the same weights on all ranks: DistributedDataParallel, or "
+                    "dist.broadcast of every parameter and buffer from rank 0 before the first "
+                    "step; or the same torch.manual_seed before the model is made.",
+                    "ranks",
+                    confidence="certain",
+                )
+    return None
+
+
+def _fingerprints(run: Run) -> dict[int, tuple[float, float]]:
+    """By step: the norms of all weights and of all gradients."""
+    found = {}
+    for event in run.events:
+        numbers = [event.detail.get(name) for name in ("weights", "gradients")]
+        known = all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers)
+        if event.what == "ranks" and event.step is not None and known:
+            found[event.step] = float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
+    return found
+
+
+def _differ(a: float, b: float) -> bool:
+    return abs(a - b) > APART * max(abs(a), abs(b))
 
 
 def _others(path: Path | None) -> dict[int, Run]:

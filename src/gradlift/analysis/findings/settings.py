@@ -10,8 +10,10 @@ from ...journal import Run, Step
 from ...rules.base import is_power_of_two
 from ..words import count, power
 from .finding import Finding, numbers, overflowed, per_key
+from .underflow import conservative
 
 _INTERVAL = re.compile(r"growth_interval=(\d+)")
+NEVER = 10**6  # clean steps until the scale grows: longer than most runs
 EAGER = 10  # clean steps: fewer cannot show that a scale fits
 EAGER_LOST = 0.1  # of all steps
 MOVED_STEPS = 3  # fewer may be ends of epochs, where schedules change the rate
@@ -85,9 +87,27 @@ def growth_eager(steps: list[Step], run: Run) -> Finding | None:
     )
 
 
+def _fixed_too_low(steps: list[Step], run: Run) -> Finding | None:
+    """A scale that will not grow in the time of a run, and leaves bits unused."""
+    rule = str(run.header.get("rule", ""))
+    match = _INTERVAL.search(rule)
+    fixed = rule.startswith("static") or (match is not None and int(match[1]) >= NEVER)
+    hint = conservative(run) if fixed and len({s.scale for s in steps}) == 1 else None
+    if hint is None:
+        return None
+    return hint._replace(
+        severity="warning",
+        title=f"The fixed scale {power(steps[0].scale)} is too low",
+        advice=f"{hint.advice} Or let the scale grow: growth_interval=2000, torch's default.",
+        kind="static-misfit",
+    )
+
+
 @per_key
 def static_misfit(steps: list[Step], run: Run) -> Finding | None:
     """A scale that is held fixed, and overflows in most steps."""
+    if low := _fixed_too_low(steps, run):
+        return low
     scales = {s.scale for s in steps}
     lost = [s for s in steps if overflowed(s)]
     if len(scales) != 1 or scales == {math.nan} or len(lost) < max(10, len(steps) // 2):

@@ -96,7 +96,9 @@ def _always(run: Run, holds: Any) -> list[str]:
 
 def detached(run: Run) -> Finding | None:
     """Parameters of an optimizer that never get a gradient."""
-    without = _always(run, lambda facts: facts.get("gradient") == "none")
+    idle = set(_names(_trained(run).get("not_called")))  # such as experts that were not chosen
+    found = _always(run, lambda facts: facts.get("gradient") == "none")
+    without = [name for name in found if name not in idle]
     if not without:
         return None
     samples = len(run.weights)

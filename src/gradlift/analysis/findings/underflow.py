@@ -13,6 +13,8 @@ from .finding import SHOWN, Finding
 
 SAMPLES = 3  # fewer could be an expert that was not chosen, or a layer that starts at zero
 LOST_LAYER = 0.9  # share of a layer's non-zero elements below float16's smallest normal number
+ENOUGH = 100  # elements: fewer cannot show in which format they were computed
+HALF = 0.5  # of a layer's elements
 LOST_SHARE = 0.1  # of all elements: what a scale should be raised for
 WIDE = 0.01  # share below float16's smallest number that shows: never was in float16
 UNUSED_BITS = 8  # "auto" keeps 3 to 6 bits in reserve; more are not needed
@@ -30,6 +32,8 @@ class Layer:
     parameters: dict[str, None] = field(default_factory=dict)
     steps: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
+    bias: Tally = field(default_factory=Tally)
+    """Of the biases, whose gradients are sums of what flows back into the layer."""
 
     @property
     def samples(self) -> int:
@@ -54,6 +58,33 @@ class Layer:
         """The share of what is not zero that lies below float16's normal numbers."""
         return self.shares.flushed + self.shares.subnormal
 
+    @property
+    def starved(self) -> bool:
+        """Are most of its gradients zero, and what flows back into it subnormal where it is not?
+        Large inputs can make the weights' gradients look sound."""
+        rest = self.bias.elements - self.bias.zeros
+        below = FP16.shares(self.bias.scaled(), rest) if rest else None
+        return (
+            self.tally.zeros >= HALF * self.tally.elements > 0
+            and below is not None
+            and below.flushed + below.subnormal >= LOST_LAYER
+            and self.tally.zeros < self.tally.elements
+        )
+
+    @property
+    def shown(self) -> str:
+        """What was seen, in words."""
+        zero = self.tally.zeros / self.tally.elements
+        if self.lost >= LOST_LAYER:
+            return (
+                f"Of the first layer's elements {zero:.0%} are zero, and {self.lost:.0%} of the "
+                "rest are subnormal"
+            )
+        return (
+            f"Of the first layer's elements {zero:.0%} are zero, and what is left of its bias's "
+            "gradient is subnormal"
+        )
+
 
 def dead_layer(run: Run) -> Finding | None:
     """Layers whose gradient was zero, to the last element, in every sample."""
@@ -62,6 +93,8 @@ def dead_layer(run: Run) -> Finding | None:
     if not empty:
         return None
     others = [layer for name, layer in layers.items() if name not in empty]
+    if underflow(run) is not None:
+        return None  # it names them
     flushed = _lost_share(others) >= LOST_SHARE and not _unscaled(run)
     parameters = [p for layer in empty.values() for p in layer.parameters]
     cause = (
@@ -88,15 +121,19 @@ def dead_layer(run: Run) -> Finding | None:
     )
 
 
+def dead_layers(run: Run) -> list[str]:
+    """The names of layers whose gradient was zero, to the last element, in every sample."""
+    return [name for name, layer in _layers(run).items() if not layer.nonzero]
+
+
 def underflow(run: Run) -> Finding | None:
     """Layers nearly all of whose elements are subnormal in float16, or flushed."""
-    small = {
-        name: layer
-        for name, layer in _layers(run).items()
-        if layer.narrow and layer.lost >= LOST_LAYER
-    }
+    layers = _layers(run)
+    small = _small(layers)
     if not small or _unscaled(run):
         return None
+    empty = {name: layer for name, layer in layers.items() if not layer.nonzero}
+    gone = f" {count(len(empty), 'layer')} without any gradient: {_named(empty)}." * bool(empty)
     small = dict(sorted(small.items(), key=lambda item: -item[1].lost))
     worst = next(iter(small.values()))
     bits = _unused_bits(run)
@@ -104,13 +141,13 @@ def underflow(run: Run) -> Finding | None:
     return Finding(
         "warning",
         f"{count(len(small), 'layer')} below float16's range: {_named(small)}",
-        f"Of the first layer's elements {worst.tally.zeros / worst.tally.elements:.0%} are zero, "
-        f"and {worst.lost:.0%} of the rest are subnormal, in {count(worst.samples, 'sample')}. "
+        f"{worst.shown}, in {count(worst.samples, 'sample')}. "
         + (
             f"The largest scaled gradient was {bits:.0f} bits below 65504, so a larger scale fits."
             if room
             else f"The largest scaled gradient was {bits:.0f} bits below 65504: no scale fits all."
-        ),
+        )
+        + gone,
         tuple(s.sample.step for s in looked_at(run)[:SHOWN]),
         tuple(p for layer in small.values() for p in layer.parameters)[:SHOWN],
         'Raise the scale: rule="auto".'
@@ -123,7 +160,11 @@ def underflow(run: Run) -> Finding | None:
 
 def conservative(run: Run) -> Finding | None:
     """The scale leaves bits unused in nearly all steps, while small elements are lost."""
-    share = _lost_share(list(_layers(run).values()))
+    layers = _layers(run)
+    small = _small(layers)
+    if small and len(small) < HALF * len(layers):
+        return None  # `underflow` names them
+    share = _lost_share(list(layers.values()))
     bits = _unused_bits(run)
     if share < LOST_SHARE or bits < UNUSED_BITS or _unscaled(run):
         return None
@@ -149,7 +190,22 @@ def _layers(run: Run) -> dict[str, Layer]:
             layer.parameters[name] = None
             layer.steps.add(sample.step)
             layer.tally.add(shares)
+            if name.endswith("bias"):
+                layer.bias.add(shares)
     return {m: x for m, x in layers.items() if x.samples >= SAMPLES and x.tally.elements}
+
+
+def _small(layers: dict[str, Layer]) -> dict[str, Layer]:
+    """Those that are below float16's range."""
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if layer.narrow
+        and (
+            (layer.lost >= LOST_LAYER and layer.nonzero >= ENOUGH)
+            or (layer.starved and layer.tally.elements >= ENOUGH)
+        )
+    }
 
 
 def _lost_share(layers: list[Layer]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core import Cause
 from ...core.result import WEIGHTS_NONFINITE
-from ...journal import Run, Step
+from ...journal import Event, Run, Step
 from ..words import count
 from .finding import Finding, leader, numbers, per_key
 
@@ -18,16 +18,36 @@ def weights_nonfinite(run: Run) -> Finding | None:
         return None
     first = notes[0]
     when = f" at step {first.step}" if first.step is not None else ""
+    text = str(first.detail.get("text", "weights were not finite"))
+    applied = [s for s in run.steps if s.nonfinite and not s.skipped and _before(s, first)]
+    if applied:
+        return Finding(
+            "broken",
+            "An update has made weights not finite",
+            f"At step {applied[-1].step} the gradients were not finite and were applied; since "
+            f"step {first.step} {text.partition(', so no scale')[0]}.",
+            numbers(applied[-1:]),
+            (),
+            "Look at that step: its batch, its loss, a sqrt, norm or division at zero in the "
+            "backward pass. A GradScaler leaves such a step out, "
+            "clip_grad_norm_(..., error_if_nonfinite=True) stops at it.",
+            "weights-nonfinite",
+            confidence="certain",
+        )
     return Finding(
         "broken",
         "Weights are not finite",
-        f"When a step went wrong{when}, {first.detail.get('text', 'weights were not finite')}.",
+        f"When a step went wrong{when}, {text}.",
         tuple(e.step for e in notes[:1] if e.step is not None),
         (),
         "Load a checkpoint whose weights are finite; if the run began that way, look at the "
         "initialisation of the named parameter.",
         "weights-nonfinite",
     )
+
+
+def _before(step: Step, event: Event) -> bool:
+    return event.step is not None and step.step < event.step
 
 
 @per_key

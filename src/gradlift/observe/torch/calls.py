@@ -80,7 +80,7 @@ class CallOrder:
         """A step. Is it the second on the same gradients? Were they added to older ones?"""
         label = self.label(optimizer)
         if not fact:
-            kept, g = self.kept.pop(optimizer, None), _first_gradient(optimizer)
+            kept, g = self.kept.pop(optimizer, None), first_gradient(optimizer)
             if label in self.stepped:
                 fact = "again"
             elif kept is not None and g is not None and id(g) == kept:
@@ -90,7 +90,7 @@ class CallOrder:
 
     def stepped_with(self, optimizer: Any) -> None:
         """After a step: which gradient has been used, and should be cleared now."""
-        g = _first_gradient(optimizer)
+        g = first_gradient(optimizer)
         if g is not None and not g.is_inference():
             self.used[optimizer] = id(g), g._version
 
@@ -99,7 +99,7 @@ class CallOrder:
         self.stepped.clear()
         if self.used:
             for optimizer, stamp in list(self.used.items()):
-                g = _first_gradient(optimizer)
+                g = first_gradient(optimizer)
                 if g is not None and (id(g), g._version) == stamp:
                     self.kept[optimizer] = stamp[0]
             self.used.clear()
@@ -196,7 +196,8 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _first_gradient(optimizer: Any) -> Tensor | None:
+def first_gradient(optimizer: Any) -> Tensor | None:
+    """The gradient of the first parameter that has one."""
     return next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
 
 

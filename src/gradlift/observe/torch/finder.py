@@ -26,6 +26,13 @@ _NOT_NEGATIVE = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt")
 _AT_ZERO = (*_NOT_NEGATIVE[:3], "rsqrt", "reciprocal", "xlogy", "linalg_vector_norm")
 _SUSPECTS = ("div", *_NOT_NEGATIVE, "reciprocal", "xlogy", "acos", "asin", "atanh", "std", "var")
 _SAVED = ("self", "other")
+_MOST_ENDS = 8  # operations between a loss and the last module: few, and looked at in every step
+_NOT_FINITE_AT: dict[str, tuple[str, Any, str]] = {
+    "SqrtBackward0": ("result", lambda x: (x == 0).any(), "0 in the input"),
+    "AcosBackward0": ("self", lambda x: (x.abs() == 1).any(), "1 or -1 in the input"),
+    "AsinBackward0": ("self", lambda x: (x.abs() == 1).any(), "1 or -1 in the input"),
+}
+"""By node: what it saves, the test for the bad point, and that point in words."""
 _MOST_NODES = 500
 _FILE = re.compile(r'File "(.+)", line (\d+)')
 
@@ -63,6 +70,7 @@ class Finder(TorchDispatchMode):
         self.inf: Origin | None = None
         self.nan: Origin | None = None
         self.nan_of_inf = False
+        self.paused = 0
 
     def origin(self) -> Origin | None:
         """Where it began: a NaN made of an inf began with the inf, if an operation made that."""
@@ -74,6 +82,8 @@ class Finder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         before = _level((args, kwargs)) if func._schema.is_mutable and self.nan is None else None
         out = func(*args, **kwargs)
         if self.nan is None:
@@ -120,6 +130,44 @@ class Finder(TorchDispatchMode):
         return ""
 
 
+class End(NamedTuple):
+    """An operation near the end of a loss whose derivative is not finite at one point."""
+
+    name: str
+    """Of its node in the graph."""
+    value: Tensor
+    """What the node has saved; the graph itself is freed by the backward pass."""
+
+
+def loss_end(losses: list[Tensor]) -> list[End]:
+    """Such operations among the last of a loss, before its backward pass.
+
+    >>> w = torch.zeros(2, requires_grad=True)
+    >>> [end.name for end in loss_end([w.square().sum().sqrt() + 1])]
+    ['SqrtBackward0']
+    """
+    found: list[End] = []
+    nodes: list[Any] = [t.grad_fn for t in losses if t.grad_fn is not None]
+    for _ in range(_MOST_ENDS):
+        if not nodes:
+            break
+        node = nodes.pop(0)
+        saved = _NOT_FINITE_AT.get(type(node).__name__)
+        if saved is not None and (value := _saved(node, saved[0])) is not None:
+            found.append(End(type(node).__name__, value))
+        nodes.extend(n for n, _ in node.next_functions if n is not None)
+    return found
+
+
+def at_a_bad_point(ends: list[End]) -> Origin | None:
+    """The operation that was given the point at which its derivative is not finite."""
+    for name, value in ends:
+        if bool(_NOT_FINITE_AT[name][1](value)):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return Origin("nan", "backward", "", name, "", _NOT_FINITE_AT[name][2], dtype)
+    return None
+
+
 def in_graph(losses: list[Tensor], places: Places) -> Origin | None:
     """The operation that made a loss inf or NaN, from the tensors that its graph has saved.
 
@@ -149,6 +197,7 @@ def in_graph(losses: list[Tensor], places: Places) -> Origin | None:
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node keeps for its backward pass."""
     try:
         value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # freed

@@ -24,7 +24,7 @@ from ...torch.ranks.sharding import local
 from ..patches import Patches
 from ..places import Places
 from .calls import parameters_of
-from .finder import Finder, Origin, in_graph
+from .finder import End, Finder, Origin, at_a_bad_point, in_graph
 from .forward import has_compiled
 from .rerunning import as_it_was, silence
 
@@ -61,6 +61,8 @@ class FirstBad:
         self.answered = False
         """Was the cause found, and has no loss been finite since?"""
         self.calls: list[ModuleCall] = []
+        self.ends: list[End] = []
+        """The operations at the end of the last loss that was not scaled."""
         self.known: set[Origin] = set()
         self.steps = 0
         self.stepped: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -212,6 +214,9 @@ class FirstBad:
             if origin is not None:
                 self._tell(origin, step)
                 return
+        origin = at_a_bad_point(self.ends)
+        if origin is not None:
+            self._tell(origin, step)
 
     def gradients(self, bad: bool, scale: float) -> None:
         """After each step: were gradients not finite, though the losses were?"""

@@ -27,7 +27,7 @@ class Forward:
     >>> out = net(torch.ones(1, 2))
     >>> names, numbers = forward.end()
     >>> [name for name, *_ in names], numbers.shape
-    (['0', '1'], torch.Size([2, 3]))
+    (['0', '1'], torch.Size([2, 4]))
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,11 @@ class Forward:
         self.last: Tensor | None = None
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.called: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        """Every module that was seen."""
+        """Every module that was seen while gradients were wanted, and is still there."""
+        self.called_without: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        """The same, under no_grad."""
+        self.seen = 0
+        """How many modules were called so far, those that are gone included."""
         self.compiled = False
 
     @property
@@ -56,7 +60,10 @@ class Forward:
             self.handle = None
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled():
+            self.called_without[module] = None
             return
         try:
             with torch.no_grad():
@@ -65,6 +72,7 @@ class Forward:
             return
 
     def _add(self, module: nn.Module, output: Any) -> None:
+        self.seen += module not in self.called
         self.called[module] = None
         found = [t for t in tensors(output) if t.is_floating_point() and t.numel()]
         if not found or found[0] is self.last:  # a container returns what its last child returned
@@ -75,18 +83,19 @@ class Forward:
         peak = torch.maximum(-low, high).float()
         zeros = t.numel() - torch.count_nonzero(t)
         nonfinite = t.numel() - torch.isfinite(t).sum()
-        row = torch.stack((peak, zeros.float(), nonfinite.float()))
+        row = torch.stack((peak, high.float(), zeros.float(), nonfinite.float()))
         before = self.rows.get(id(module))
         elements = t.numel()
         if before is not None:
             _, _, n, old = before
-            row = torch.cat((torch.maximum(row[:1], old[:1]), row[1:] + old[1:]))
+            row = torch.cat((torch.maximum(row[:2], old[:2]), row[2:] + old[2:]))
             elements += n
         self.rows[id(module)] = module, str(t.dtype).removeprefix("torch."), elements, row
 
     def end(self) -> tuple[list[tuple[str, str, str, int]], Tensor] | None:
         """(name, type, dtype, elements) of each module in the order of their calls; and of each the
-        largest |number|, how many are zero, how many are not finite. None if none was seen."""
+        largest |number|, the largest number, how many are zero, how many are not finite. None if
+        none was seen."""
         if self.handle is not None:
             self.handle.remove()
             self.handle = None

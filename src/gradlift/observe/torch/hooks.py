@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from ...journal import Channel, Recorder, current, recorder
 from ...rules import Off
 from ...torch.names import culprits, name_apart
+from ...torch.ranks.agreement import world_size
 from ...torch.ranks.sharding import local
 from ...torch.scaler.finite_check import dense, device_look, look
 from ...torch.scaler.statistics import statistics
@@ -36,9 +37,12 @@ from ..patches import Patches
 from ..places import Places
 from .call_hooks import install
 from .calls import parameters_of
+from .edits import Edits
+from .finder import loss_end
 from .first_bad import FirstBad
 from .lines import Losses, Number, Seen, StepLines, are_finite, is_late, rule_of, value
 from .sampling import Sampling, living_optimizers
+from .weights import fingerprint
 
 _METHODS = ("scale", "unscale_", "step", "update")
 _FIRST = 10  # steps of a run whose gradients are all looked at
@@ -88,6 +92,7 @@ class Hooks:
         """The steps of gradlift's own scalers."""
         self.sampling = Sampling(recorder, self._named, places)
         self.calls = self.sampling.calls
+        self.edits = Edits()
         self.first_bad = FirstBad(recorder, self.calls.places) if rerun else None
         self.bare = 0
         self.disabled: set[str] = set()
@@ -139,6 +144,9 @@ class Hooks:
             return None
         differentiated = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what no_grad() does, in a tenth of its time
+        finder = self.first_bad.finder if self.first_bad is not None else None
+        if finder is not None:
+            finder.paused += 1  # what is computed here is not the script's
         try:
             return read(*args)
         except Exception as error:
@@ -147,6 +155,8 @@ class Hooks:
             return None
         finally:
             torch._C._set_grad_enabled(differentiated)
+            if finder is not None:
+                finder.paused -= 1
 
     def _note_failure(self) -> None:
         if self.failure and not self.failure_noted:
@@ -201,6 +211,8 @@ class Hooks:
 
     def _note(self, scaler: Any, method: str, given: Any) -> None:
         """A call of a scaler."""
+        if method in ("step", "unscale_") and (edit := self.edits.found(given)):
+            self.calls.add("gradients changed", given, edit)
         if method == "step":
             self.calls.add_step("scaler.step", given)
         elif method == "scale":
@@ -373,6 +385,8 @@ class Hooks:
                 return original(tensors, *args, **kwargs)
             finally:
                 self.within_backward = False
+                if self.sampling.looking and self.calls.scaled:
+                    self._reading(self.edits.keep, list(self.owners))
 
         return backward
 
@@ -392,6 +406,7 @@ class Hooks:
             self.first_bad.answered = False
         else:
             self.first_bad.loss(losses, self.counted.steps if self.counted is not None else 0)
+        self.first_bad.ends = [] if self.calls.scaled else loss_end(losses)
 
     def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -414,6 +429,7 @@ class Hooks:
                 is_generator = isinstance(parameters, types.GeneratorType)
                 parameters = (p for p in kept) if is_generator else iter(kept)
             owners = self._reading(self._before_clip, kept) or [None]
+            self.edits.forget()  # this change is seen as what it is
             limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
             fact = f"{limit:g}" if isinstance(limit, (int, float)) else ""
             for owner in owners:
@@ -493,9 +509,14 @@ class Hooks:
         line.finish(window, losses, scale, after, forced_late=self.force_late)
         if line.last_bad:
             self.sampling.look_next()
+        step = line.steps - 1
+        if step & (step - 1) == 0 and world_size(None) > 1:  # 0, 1, 2, 4, 8, ...
+            params = [p for seen in window for p in seen.params]
+            self.recorder.event("ranks", step, **fingerprint(params))
 
     def _end_window(self, step: int, bad: bool, scale: float) -> None:
         """Ends the window of a step that has its line."""
+        self.edits.forget()
         if self.first_bad is not None:
             self.first_bad.end(step, bad)
             self.first_bad.gradients(bad, scale)

@@ -157,7 +157,7 @@ class StepLines:
                 squares = math.nan
             blamed += seen.culprits
             if seen.shares is not None:
-                self.channel.sample(step, seen.shares)
+                self.channel.sample(step, seen.shares, due=True)
         nonfinite = nonfinite or found_inf
         checked = any(seen.params for seen in window)
         level = loss_level([not math.isfinite(x) for x in values])

@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ _SETTINGS = ("lr", "eps", "betas", "weight_decay", "momentum", "fused", "foreach
 _GROUPS = 10  # parameter groups whose settings are written down
 _MOST_EXTRA = 20  # steps that are looked at because the one before was not finite
 _SHOWN = 20  # names in a list
+_MOST_IDLE = 500  # such as those of experts that were not chosen
 
 
 class Sampling:
@@ -43,6 +45,8 @@ class Sampling:
         self.weighed: tuple[Any, weights.WeightLook] | None = None
         self.late: list[Callable[[], None]] = []
         self.described: set[str] = set()
+        self.owned: dict[int, ref[Tensor]] = {}
+        """Parameters that an optimizer has stepped, which may be gone by now; by id."""
         self.also, self.extra, self.modules = False, 0, 0
         self.begin()
 
@@ -64,8 +68,8 @@ class Sampling:
             if found is not None:
                 modules, numbers = found
                 self._when_read(numbers, lambda rows: self._write_forward(step, modules, rows))
-            if len(self.forward.called) > self.modules:  # new ones: at first, or in mid-run
-                self.modules = len(self.forward.called)
+            if self.forward.seen > self.modules:  # new ones: at first, or in mid-run
+                self.modules = self.forward.seen
                 self.write_trained(step)
         self.windows += 1
         self.begin()
@@ -88,6 +92,8 @@ class Sampling:
 
     def before_step(self, optimizer: Any) -> None:
         """The outermost step of an optimizer begins, inside a scaler's or not."""
+        if self.looking:
+            self.owned.update((id(p), ref(p)) for p in parameters_of(optimizer))
         if self.looking and self.weighed is None:
             self.weighed = optimizer, weights.before(optimizer)
 
@@ -139,9 +145,11 @@ class Sampling:
         self, step: int, modules: list[tuple[str, str, str, int]], rows: list[list[float]]
     ) -> None:
         found = {}
-        for (name, kind, dtype, elements), (amax, zeros, nonfinite) in zip(modules, rows):
+        for (name, kind, dtype, elements), (amax, top, zeros, nonfinite) in zip(modules, rows):
             found[name] = {"type": kind, "dtype": dtype, "elements": elements, "amax": amax}
             found[name]["zero"] = zeros / elements
+            if top < 0:
+                found[name]["top"] = top
             if nonfinite:
                 found[name]["nonfinite"] = int(nonfinite)
         self.recorder.forward(step, found)
@@ -178,6 +186,7 @@ class Sampling:
             return
         used = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         wanted = {i: p for i, p in used.items() if p.requires_grad}
+        without = {id(p) for m in self.forward.called_without for p in m._parameters.values()}
         owners: dict[int, int] = {}
         for optimizer in optimizers:
             for i in {id(p) for p in parameters_of(optimizer)}:
@@ -185,7 +194,8 @@ class Sampling:
         names: dict[int, str] = {}
         for optimizer in optimizers:
             names.update(self.names(optimizer))
-        left = [p for i, p in wanted.items() if i not in owners]
+        once = {i for i, owned in self.owned.items() if owned() is used.get(i)}
+        left = [p for i, p in wanted.items() if i not in owners and i not in once]
         if left:
             from ...torch.names import found
 
@@ -194,7 +204,9 @@ class Sampling:
             "left_out": [names.get(id(p), f"shape {tuple(p.shape)}") for p in left][:_SHOWN],
             "left_out_count": len(left),
             "shared": [names.get(i, "?") for i, n in owners.items() if n > 1][:_SHOWN],
-            "not_called": [names.get(i, "?") for i in owners if i not in used][:_SHOWN],
+            "not_called": [names.get(i, "?") for i in owners if i not in used and i not in without][
+                :_MOST_IDLE
+            ],
             "trained": len(wanted) - len(left),
         }
         self.recorder.event("trained", step, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,29 @@ def after(optimizer: Any, look: WeightLook) -> Tensor:
     return torch.stack([row.to(home, non_blocking=True) for row in rows])
 
 
+def fingerprint(params: list[Tensor]) -> dict[str, float]:
+    """The size of all weights and of all gradients, for a comparison with those of other ranks.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> w.grad = torch.tensor([0.0, 2.0])
+    >>> fingerprint([w])
+    {'weights': 5.0, 'gradients': 2.0}
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    return {
+        "weights": _size([p.detach() for p in params]),
+        "gradients": _size(grads),
+    }
+
+
+def _size(given: list[Tensor]) -> float:
+    """The norm of those that can be read here; NaN if there is one that cannot."""
+    if not given or not all(_is_plain(t) for t in given):
+        return math.nan
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in given]
+    return float(torch.stack([n.to(norms[0].device) for n in norms]).norm())
+
+
 def _below_eps(optimizer: Any, p: Tensor) -> Tensor:
     state = optimizer.state.get(p) or {}
     second = state.get("exp_avg_sq")
@@ -88,9 +112,9 @@ def _below_eps(optimizer: Any, p: Tensor) -> Tensor:
 
 
 def _alike(p: Tensor) -> Tensor:
-    rows = p.detach()[:64]
-    if rows.dim() < 2 or len(rows) < 2:
+    if p.dim() < 2 or len(p) < 2:
         return p.new_zeros((), dtype=torch.float32)
+    rows = p.detach()[:64]
     return (rows == rows[:1]).all().float()
 
 

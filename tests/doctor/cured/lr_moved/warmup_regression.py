@@ -33,13 +33,13 @@ for _ in range(TOTAL):
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
         pred = model(x)
-    loss = nn.functional.mse_loss(pred.float(), y)
+    loss = nn.functional.mse_loss(pred.float() / 100, y / 100)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     before = scaler.get_scale()
     scaler.update()
     if scaler.get_scale() >= before:
         scheduler.step()
-    errors.append(math.sqrt(loss.item()))
+    errors.append(100 * math.sqrt(loss.item()))
 
 print(f"loss {sum(errors[:5]) / 5:.4f} -> {sum(errors[-5:]) / 5:.4f}")

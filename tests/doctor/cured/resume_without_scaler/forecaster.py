@@ -22,7 +22,7 @@ class Session:
     def __init__(self):
         self.model = Forecaster()
         self.opt = torch.optim.SGD(self.model.parameters(), lr=2e-6, momentum=0.9)
-        self.scaler = torch.amp.GradScaler("cpu")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         self.losses = []
 
     def run(self, steps, phase):

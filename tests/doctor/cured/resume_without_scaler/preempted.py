@@ -19,7 +19,11 @@ def build():
     model = nn.Sequential(
         nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
     )
-    return model, torch.optim.Adam(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu")
+    return (
+        model,
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        torch.amp.GradScaler("cpu", init_scale=2.0**12),
+    )
 
 
 def job(number, path):

@@ -30,7 +30,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.opt, max_lr=1e-6, total_steps=steps, pct_start=0.2
         )
-        self.scaler = torch.amp.GradScaler("cpu")
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
 
     def step(self, bag, target):
         self.opt.zero_grad(set_to_none=True)
