@@ -31,6 +31,7 @@ function drawCopy() {
   const first = !copy.data;
   if (which === "histogram") drawHistogram(copy.id, histogramOf(found.parameters[0]));
   else if (which === "forward-steps") drawForwardSteps(copy.id, Number(copy.dataset.row));
+  else if (HEATS[which]) drawRows(copy.id, which, found);
   else CHARTS[which](copy.id);
   if (first) copy.on("plotly_click", () => follow({ finding: found.id, chart: which }));
 }

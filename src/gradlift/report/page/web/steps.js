@@ -162,7 +162,8 @@ const sorted = (field) =>
   data.lines.flatMap((line) => line[field]).filter((v) => v !== null).sort((a, b) => a - b);
 function logarithmic(field) {
   const values = sorted(field), decades = Math.log10(values[values.length - 1] / values[0]);
-  return { type: "log", tickformat: "~g", ...(decades > 2 ? { dtick: Math.ceil(decades / 6) } : {}) };
+  if (!(decades > 0.7)) return {};
+  return { type: "log", tickformat: "~g", dtick: decades > 2 ? Math.ceil(decades / 6) : "D2" };
 }
 // If one value is far above all others the axis is logarithmic.
 function hasOutlier(field) {
