@@ -49,8 +49,8 @@ function listen(id) {
     } else if (id === "forward") {
       follow({ module: data.forward.names[point.y], chart: "forward-steps" });
     } else if (OVER_STEPS.includes(id)) {
-      const mark = id === "scale" && typeof point.customdata === "number" ? point.customdata : -1;
-      const finding = mark < 0 ? undefined : data.marks.finding[mark];
+      // A mark lies on the line: the click may be the line's.
+      const finding = id === "scale" && marksOver(point.x).map((i) => data.marks.finding[i]).find(Boolean);
       follow({ step: point.x, ...(finding ? { finding } : {}) });
     }
   });

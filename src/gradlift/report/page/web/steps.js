@@ -94,15 +94,15 @@ function drawScale(id) {
     groups.get(group).push(i);
   });
   for (const [group, members] of groups) {
-    const x = [], y = [], texts = [], which = [];
+    const x = [], y = [], texts = [];
     for (const i of members) {
       const ends = marks.first[i] === marks.last[i] ? [marks.first[i]] : [marks.first[i], marks.last[i]];
-      for (const step of ends) { x.push(step); y.push(marks.scale[i]); texts.push(markText(i)); which.push(i); }
-      x.push(null); y.push(null); texts.push(""); which.push(null);
+      for (const step of ends) { x.push(step); y.push(marks.scale[i]); texts.push(markText(i)); }
+      x.push(null); y.push(null); texts.push("");
     }
     const shade = colour(CAUSES[marks.cause[members[0]]] || "unknown");
     traces.push({
-      type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: texts, customdata: which,
+      type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: texts,
       hovertemplate: "%{hovertext}<extra></extra>", line: { color: shade, width: 3 },
       marker: {
         color: shade, size: 8, symbol: SYMBOLS[marks.what[members[0]]] || "circle",
