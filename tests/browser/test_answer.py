@@ -91,6 +91,19 @@ def test_the_answer_has_the_chart_in_which_one_sees_it(visit, kind, curve):
     assert curve in said.lower().replace("gradient norm", "norm")
 
 
+def test_no_flag_covers_another(visit):
+    seen = visit(looked_at(), TWENTY)
+    boxes = [b.bounding_box() for b in seen.page.locator("#scale .annotation .bg").all()]
+    assert len(boxes) == 12
+    for i, a in enumerate(boxes):
+        for b in boxes[:i]:
+            apart = (
+                abs(a["x"] - b["x"]) >= a["width"] - 1 or abs(a["y"] - b["y"]) >= a["height"] - 1
+            )
+            assert apart, (a, b)
+    assert seen.count("#answer-chart .annotation") == 1
+
+
 def test_a_kind_unfolds_its_section(visit):
     seen = visit(looked_at(), [OVERFLOW])
     inside = seen.page.locator(".kind b", has_text="What to do").first

@@ -127,7 +127,7 @@ function drawHeat(id, which) {
       title: { text: kind.modes[kind.mode], side: "top", font: { size: 11, color: colour("soft") } }, ypad: 4,
     },
   }], layout({
-    margin: { l: left, r: 16, t: 52, b: 44 }, ...heatMarks(which),
+    margin: { l: left, r: 16, t: 52, b: 44 }, ...heatMarks(id, which),
     xaxis: {
       ...stepAxis(), range: [-0.5, heat.step.length - 0.5], tickmode: "array", ...ticksOf(heat.step),
     },
@@ -149,7 +149,7 @@ function drawRows(id, which, found) {
     hovertemplate: "%{hovertext}<extra></extra>",
     line: { color: colour("key" + (1 + i)), width: 1.6 }, marker: { color: colour("key" + (1 + i)), size: 4 },
   })), layout({
-    ...marksAt(which), showlegend: rows.length > 1, xaxis: stepAxis(),
+    ...marksAt(id, which), showlegend: rows.length > 1, xaxis: stepAxis(),
     margin: { l: narrow() ? 44 : 58, r: 16, t: rows.length > 1 ? 54 : 14, b: 44 },
     yaxis: axis({
       nticks: 6, ...(base ? { tickprefix: base + "<sup>", ticksuffix: "</sup>", tickformat: "~g" } : { ticksuffix: " %", rangemode: "tozero" }),
@@ -158,13 +158,13 @@ function drawRows(id, which, found) {
 }
 
 // The nearest sample to a step, as a column; the row of the address bar's parameter.
-function heatMarks(which) {
+function heatMarks(id, which) {
   const heat = data[which];
   const column = (step) => {
     const after = heat.step.findIndex((s) => s >= step);
     return after < 0 ? heat.step.length - 1 : after > 0 && step - heat.step[after - 1] < heat.step[after] - step ? after - 1 : after;
   };
-  const made = marksAt(which, column), row = heat.names.indexOf(view.parameter);
+  const made = marksAt(id, which, column, heat.step.length), row = heat.names.indexOf(view.parameter);
   if (row >= 0) made.shapes.push({
     type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5,
     line: { color: colour("ink"), width: 1.5 },
