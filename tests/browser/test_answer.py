@@ -209,12 +209,14 @@ def test_a_saved_table_starts_no_formula(visit):
 
 
 def test_on_paper_all_is_unfolded_and_nothing_is_wider_than_the_sheet(visit):
-    seen = visit(looked_at(), [OVERFLOW])
+    seen = visit(looked_at(), [OVERFLOW, of("spike")])
     pdf = seen.page.pdf(format="A4", print_background=True)
     assert pdf.startswith(b"%PDF")
     seen.page.emulate_media(media="print")
     seen.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert seen.count("details.section:not([open])") == 0
+    assert seen.page.get_by_text("Do it.").is_visible()  # the second finding's advice
+    assert not seen.page.get_by_text("What overflows means").is_visible()
     for chart in ("scale", "heat", "forward", "updates"):
         assert seen.page.evaluate(f"document.getElementById('{chart}').layout.width") == 660
     assert not seen.page.locator(".save").first.is_visible()

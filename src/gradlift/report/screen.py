@@ -92,7 +92,7 @@ def screen(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[Sc
     seen = [Block(_wrapped(sentence, width), 1) for sentence in looks(run)]
     told = [head, Block([_counted(run), ScreenLine("")], 2), *parts, others]
     told += [Block([ScreenLine("")] * bool(findings), 1), lost, *seen, Block(_further(findings), 1)]
-    for block in (*seen[::-1], lost, others, *(parts[i] for i in (2, 4, 3) if parts), head):
+    for block in (lost, *seen[::-1], others, *(parts[i] for i in (2, 4, 3) if parts), head):
         block.cut(sum(len(b.lines) for b in told) - HEIGHT, width)
     return _safe([line for block in told for line in block.lines], width)
 

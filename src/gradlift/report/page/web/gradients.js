@@ -129,7 +129,7 @@ function drawHeat(id, which) {
   }], layout({
     margin: { l: left, r: 16, t: 52, b: 44 }, ...heatMarks(id, which),
     xaxis: {
-      ...stepAxis(), range: [-0.5, heat.step.length - 0.5], tickmode: "array", ...ticksOf(heat.step),
+      ...stepAxis(), title: undefined, range: [-0.5, heat.step.length - 0.5], tickmode: "array", ...ticksOf(heat.step),
     },
     yaxis: axis({ autorange: "reversed", showgrid: false, tickmode: "array", tickvals: ticks, ticktext: labels.map(escaped), tickfont: { size: 11, color: colour("soft") } }),
   }));
