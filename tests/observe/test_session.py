@@ -133,4 +133,4 @@ def test_a_script_that_crashes_is_recorded(tmp_path):
     assert (end["how"], end["type"], end["message"]) == ("exception", "ValueError", "broken data")
     assert end["frames"][-1][0] == "train.py:15"
     assert "ended by ValueError: broken data" in done.err
-    assert "broken: The script ended by ValueError (train.py:15)" in done.err
+    assert "broken  The script ended by ValueError  train.py:15" in done.err
