@@ -5,7 +5,7 @@ import gzip
 import json
 
 from gradlift import Cause, Journal, Verdict
-from gradlift.journal import Step
+from gradlift.journal import Call, Calls, Step
 
 DEEP = 100_000
 
@@ -43,6 +43,16 @@ VALUES = {
     "right to left": "\u202eabc",
     "long text": "x" * 1_000_000,
 }
+OUTPUTS = {"type": "Linear", "dtype": "float16", "amax": 40000.0, "zero": 0.5, "nonfinite": 0}
+WEIGHTS = {"dtype": "float32", "rms": 0.5, "amax": 2.0, "update": 1e-3, "unchanged": 0.25}
+WEIGHTS |= {"nonfinite": 0, "below_eps": 0.5, "alike": 0, "gradient": "some"}
+ORDER = (
+    Call("backward", "train.py:11", "", "scaled"),
+    Call("clip_grad_norm_", "train.py:12", "SGD", "0.25", 3),
+    Call("scaler.step", "train.py:13", "SGD"),
+)
+ORIGIN = {"found": "nan", "where": "forward", "module": "head", "op": "log", "input": "0.0"}
+ORIGIN |= {"place": "train.py:12", "dtype": "float16"}
 KEYS = ("1000000000", "-1000000000", "abc", "1e5", "9" * 400, "\x1b[2J", "")
 
 
@@ -74,9 +84,17 @@ def write(path):
             if i % 3 == 0:
                 journal.sample(i, {"body.weight": statistics, "head.weight": statistics})
                 journal.probe(i, {"body": {**statistics, "lift": 4.0}})
+                journal.forward(i, {"body": OUTPUTS, "head": OUTPUTS})
+                journal.weights(i, {"body.weight": WEIGHTS, "head.weight": WEIGHTS})
         journal.event("note", 11, code="half-loss", text="the loss was float16")
         journal.event("trace", 11, module="head", found="nan", where="forward")
         journal.event("halt", 11, **detail)
+        journal.calls(Calls(0, ORDER, 12))
+        journal.event("source", file="train.py", lines={"12": "scaler.step(optimizer)"})
+        journal.event("optimizer", 0, who="SGD", groups=[{"lr": 0.1, "eps": 1e-8, "dtypes": ["x"]}])
+        journal.event("trained", 0, left_out=["head.bias"], left_out_count=1, shared=[], trained=2)
+        journal.event("origin", 3, **ORIGIN)
+        journal.event("end", how="exception", type="KeyError", message="'a'", place="train.py:12")
     with Journal(path) as journal:
         journal.step(Step(12, 512.0, 512.0, 2.0, key="other"))
 

@@ -18,6 +18,7 @@ from gradlift.cli._group import gradlift
 from gradlift.journal import Call, Calls, Event, Journal, Probe, Run, Sample, Step
 from gradlift.report.doctor_json import SCHEMA, doctor_json
 from gradlift.report.screen import in_full, screen, summary
+from gradlift.report.story import looks
 
 LONG = "a sentence that goes on and on with figures such as 12,345 in it " * 12
 BAD = Step(0, 8.0, 4.0, math.nan, True, verdict=Verdict.SKIP, cause=Cause.OVERFLOW)
@@ -83,6 +84,14 @@ def test_it_is_one_screen_whatever_there_is(width, findings, streaks, long):
         left = int(re.search(r"^... and (\d+) more findings$", text, re.M)[1])
         titles = [line for line in lines if line.startswith("warning ")]
         assert len(titles) + left == findings
+
+
+def test_what_was_not_looked_at_is_whole_beside_many_skipped_steps():
+    lines = shown(screen(skipped(500), [finding()]))
+    told = " ".join(lines)
+    for sentence in looks(skipped(500)):
+        assert sentence in told
+    assert sum(line.startswith("skipped step") for line in lines) >= 1
 
 
 def test_the_first_finding_is_told_in_full_and_the_others_in_a_line():

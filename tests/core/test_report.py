@@ -34,6 +34,7 @@ from gradlift.report.modules import modules
 from gradlift.report.page import packing
 from gradlift.report.page.comparison import comparison
 from gradlift.report.private import without_source
+from gradlift.report.sampled import update_data, updates
 from gradlift.report.seen_in import known_kinds
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -607,3 +608,10 @@ def test_every_kind_with_a_chart_is_a_kind_of_the_doctor():
         for path in (Path(report.__file__).parents[1] / "analysis" / "findings").glob("*.py")
     )
     assert [kind for kind in sorted(known_kinds()) if f'"{kind}"' not in written] == []
+
+
+def test_an_infinite_update_has_a_page():
+    facts = {"dtype": "float32", "rms": 1.0, "update": math.inf, "unchanged": 0.0}
+    run = Run(steps=[Step(0, 8.0, 8.0)], weights=[Sample(0, {"w": facts})])
+    assert "Updates" in report.html(run)
+    assert update_data(run, updates(run))["ratio"] == [[None]]

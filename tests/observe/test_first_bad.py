@@ -251,3 +251,22 @@ def test_not_where_weights_are_spread_over_ranks(way, one_rank, train):
     else:
         wanted = "FSDPModule" if way == "FSDP2" else "spread over ranks"
         assert any(wanted in note for note in notes)
+
+
+def test_what_gradlift_calls_itself_is_not_in_the_order_of_calls(tmp_path):
+    """The backward pass of a script's third bad step is run again, within autocast."""
+    model = net(lambda x: (x * 0).sqrt())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", 2.0)
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 4)).float().abs().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert session.run.skipped == 6
+    assert [e for e in session.run.events if e.what == "origin"]
+    wanted = ("zero_grad", "autocast", "scale", "backward", "scaler.step", "update")
+    assert {tuple(call.name for call in calls.order) for calls in session.run.calls} == {wanted}

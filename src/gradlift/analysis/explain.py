@@ -31,10 +31,19 @@ def explanation(kind: str) -> str:
     known = {k: text for chapter in _chapters().values() for k, text in chapter.items()}
     if kind in known:
         return known[kind]
-    near = difflib.get_close_matches(kind, known, 1, 0.5)
-    near += [k for k in known if kind and kind in k]
+    near = [k for k in known if kind and kind in k]
+    near += difflib.get_close_matches(kind, known, 1, 0.5)
     hint = f"did you mean {near[0]!r}?" if near else "`gradlift explain` lists all kinds"
     raise SettingsError(f"no finding has the kind {shown(kind)}: {hint}")
+
+
+def known_kinds() -> set[str]:
+    """Every kind that has a section.
+
+    >>> "clip-scaled" in known_kinds()
+    True
+    """
+    return {kind for chapter in _chapters().values() for kind in chapter}
 
 
 def kinds() -> dict[str, dict[str, str]]:

@@ -15,7 +15,7 @@ from ..analysis.diagnosis import SEVERITIES, diagnose
 from ..analysis.words import power
 from ..logs import FORMATS, read_run
 from ..report.doctor_json import SCHEMA, doctor_json, not_applied
-from ..report.screen import Line, in_full, screen
+from ..report.screen import ScreenLine, in_full, screen
 
 _STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan", "bold": "bold"}
 _LEAST_WIDTH = 40
@@ -90,7 +90,7 @@ def doctor(
     sys.exit(1 if any(f.severity in worst for f in findings) else 0)
 
 
-def _styled(line: Line) -> Text:
+def _styled(line: ScreenLine) -> Text:
     """A severity has a colour on a terminal; the title behind it is bold."""
     if line.style not in SEVERITIES:
         return Text(line.text, line.style)

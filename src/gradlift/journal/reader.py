@@ -151,7 +151,7 @@ def _take(line: Any, run: Run, distinct: Distinct) -> bool:
         elif kind == "event":
             rest = {k: v for k, v in line.items() if k not in ("kind", "step", "what")}
             at = line["step"] if line["step"] is None else count(line["step"])
-            found = detail(rest)
+            found = detail(line["what"], rest)
             distinct.names(found.get("culprits", ()))
             run.events.append(Event(at, text(line["what"]), found))
         elif kind == "sample":

@@ -177,4 +177,4 @@ def event_of(step: Any, what: Any, detail: Any) -> Event:
     >>> event_of(7, "skip", {"cause": "OVERFLOW"}).what
     'skip'
     """
-    return Event(None if step is None else count(step), text(what), checked(detail))
+    return Event(None if step is None else count(step), text(what), checked(text(what), detail))

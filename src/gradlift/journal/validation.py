@@ -173,6 +173,16 @@ _DETAIL: dict[str, Any] = {
     "where": text,
     "time": text,
 }
+_DETAIL_OF: dict[str, dict[str, Any]] = {
+    "optimizer": {"who": text, "type": text, "groups": lambda value: [_group(g) for g in value]},
+    "trained": {
+        "left_out": texts,
+        "left_out_count": count,
+        "shared": texts,
+        "not_called": texts,
+        "trained": count,
+    },
+}
 _HEADER: dict[str, Any] = {"rule": text, "framework": text, "parameters": _sizes}
 
 
@@ -191,14 +201,28 @@ def calls(value: Any) -> list[tuple[str, str, str, str, int]]:
     """
     if not isinstance(value, list) or len(value) > MOST_CALLS:
         raise ValueError("not an order of calls")
-    return [(text(a), text(b), text(c), text(d), count(n)) for a, b, c, d, n in value]
+    return [(text(a), text(b), text(c), _fact(a, d), count(n)) for a, b, c, d, n in value]
 
 
-def detail(value: Any) -> dict[str, Any]:
-    """What an event has besides its step and its kind."""
+def _fact(name: str, value: Any) -> str:
+    if name.startswith("clip_grad_") and value:
+        float(value)  # the limit
+    return text(value)
+
+
+def detail(what: str, value: Any) -> dict[str, Any]:
+    """What an event of a kind has besides its step and its kind."""
     if not isinstance(value, dict):
         raise ValueError("not details")
-    return {text(name): _DETAIL.get(name, plain)(each) for name, each in value.items()}
+    known = _DETAIL | _DETAIL_OF[what] if what in _DETAIL_OF else _DETAIL
+    return {text(name): known.get(name, plain)(each) for name, each in value.items()}
+
+
+def _group(value: Any) -> dict[str, Any]:
+    """The settings of an optimizer's group."""
+    if not isinstance(value, dict):
+        raise ValueError("not settings")
+    return {**plain(value), "dtypes": texts(value.get("dtypes", []))}
 
 
 def header(value: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def chart_data(
     data["findings"] = [
         {
             "id": name,
+            "kind": finding.kind,
             "severity": finding.severity,
             "title": finding.title,
             "chart": seen_in(finding, charts),

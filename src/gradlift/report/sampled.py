@@ -129,9 +129,14 @@ def _updates(name: str, rows: list[Mapping[str, Any]]) -> Updates:
 
 
 def ratio(row: Mapping[str, Any]) -> float:
-    """|update| / |weight| of one sample; NaN if it is not known or a weight is zero."""
+    """|update| / |weight| of one sample; NaN if it is not known or not finite.
+
+    >>> ratio({"rms": 2.0, "update": 0.5}), ratio({"rms": 2.0, "update": math.inf})
+    (0.25, nan)
+    """
     size, step = float(row.get("rms", math.nan)), float(row.get("update", math.nan))
-    return step / size if size > 0 and math.isfinite(size) and step >= 0 else math.nan
+    found = step / size if size > 0 and math.isfinite(size) and step >= 0 else math.nan
+    return found if math.isfinite(found) else math.nan
 
 
 def _largest(rows: list[Mapping[str, Any]], name: str) -> float:

@@ -30,10 +30,10 @@ _LONGEST = 10  # lines of a finding in a summary
 _SHOWN = 5  # steps and parameters
 
 
-class Line(NamedTuple):
+class ScreenLine(NamedTuple):
     """A line of a terminal. Its style is "", "bold" or a severity, whose word begins the line.
 
-    >>> Line("broken  Weights are not finite", "broken").style
+    >>> ScreenLine("broken  Weights are not finite", "broken").style
     'broken'
     """
 
@@ -45,13 +45,13 @@ class Line(NamedTuple):
 class Block:
     """Lines that belong together; at least `least` stay when the screen is too small.
 
-    >>> block = Block([Line("one two"), Line("three"), Line("four")], least=1)
+    >>> block = Block([ScreenLine("one two"), ScreenLine("three"), ScreenLine("four")], least=1)
     >>> block.cut(5, width=9)
     >>> block.lines
-    [Line(text='one ...', style='')]
+    [ScreenLine(text='one ...', style='')]
     """
 
-    lines: list[Line]
+    lines: list[ScreenLine]
     least: int
     more: Callable[[int], str] | None = None
     """The last line for so many that are left out; without it the last line ends in "..."."""
@@ -63,14 +63,16 @@ class Block:
             return
         left = self.lines[keep - 1 :]
         if self.more is not None:
-            last = Line(self.more(len(left)))
+            last = ScreenLine(self.more(len(left)))
         else:
             text = left[0].text[: width - 4]
-            last = Line(text.rpartition(" ")[0] + " ..." if " " in text.strip() else text + "...")
+            last = ScreenLine(
+                text.rpartition(" ")[0] + " ..." if " " in text.strip() else text + "..."
+            )
         self.lines[keep - 1 :] = [last]
 
 
-def screen(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[Line]:
+def screen(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[ScreenLine]:
     """Verdict, the first finding in full, the others a line each, skipped steps, what was looked
     at: in `HEIGHT` lines at most.
 
@@ -86,30 +88,38 @@ def screen(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[Li
         for lines, least in zip(_parts(found, source_of(run), width), (1, 1, 2, 3, 3))
     ]
     others = Block([_title(f, width) for f in findings[1:]], 3, _more_findings)
-    lost = Block([Line(_streak(m)) for m in streaks(run)], 2, _more_streaks)
+    lost = Block([ScreenLine(_streak(m)) for m in streaks(run)], 2, _more_streaks)
     seen = [Block(_wrapped(sentence, width), 1) for sentence in looks(run)]
-    told = [head, Block([_counted(run), Line("")], 2), *parts, others]
-    told += [Block([Line("")] * bool(findings), 1), lost, *seen, Block(_further(findings), 1)]
-    for block in (*seen[::-1], lost, others, *(parts[i] for i in (2, 4, 3) if parts), head):
+    told = [head, Block([_counted(run), ScreenLine("")], 2), *parts, others]
+    told += [Block([ScreenLine("")] * bool(findings), 1), lost, *seen, Block(_further(findings), 1)]
+    for block in (lost, *seen[::-1], others, *(parts[i] for i in (2, 4, 3) if parts), head):
         block.cut(sum(len(b.lines) for b in told) - HEIGHT, width)
     return _safe([line for block in told for line in block.lines], width)
 
 
-def in_full(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[Line]:
+def in_full(run: Run, findings: Sequence[Finding], width: int = WIDTH) -> list[ScreenLine]:
     """Every finding with its evidence, steps, parameters, kind and confidence.
 
     >>> found = Finding("hint", "Odd scale", "It was 1000.", (7,), kind="odd-scale")
     >>> print(in_full(Run(), [found])[5].text)
             See step 7. Kind: odd-scale; likely.
     """
-    lines = [*_sentence(run, findings, width), _counted(run), Line("")]
+    lines = [*_sentence(run, findings, width), _counted(run), ScreenLine("")]
     source = source_of(run)
     for finding in findings:
         title, place, evidence, advice, change = _parts(finding, source, width)
         facts = f"{_where(finding)}Kind: {finding.kind}; {finding.confidence}."
-        lines += [*title, *place, *evidence, *_indented(facts, width), *advice, *change, Line("")]
+        lines += [
+            *title,
+            *place,
+            *evidence,
+            *_indented(facts, width),
+            *advice,
+            *change,
+            ScreenLine(""),
+        ]
     lines += [line for sentence in looks(run) for line in _wrapped(sentence, width)]
-    lost = Block([Line(_streak(m)) for m in streaks(run)], _MOST_STREAKS, _more_streaks)
+    lost = Block([ScreenLine(_streak(m)) for m in streaks(run)], _MOST_STREAKS, _more_streaks)
     lost.cut(len(lost.lines), width)
     return _safe(lines + lost.lines, width)
 
@@ -130,40 +140,43 @@ def summary(run: Run) -> str:
         lines += first.lines
     if added.steps:
         lines += [
-            Line(""),
-            *(Line(f"{what:14}  {value:14}  {remark}") for what, value, remark in figures(added)),
+            ScreenLine(""),
+            *(
+                ScreenLine(f"{what:14}  {value:14}  {remark}")
+                for what, value, remark in figures(added)
+            ),
         ]
     return "\n".join(line.text.rstrip() for line in _safe(lines, WIDTH))
 
 
-def _sentence(run: Run, findings: Sequence[Finding], width: int) -> list[Line]:
+def _sentence(run: Run, findings: Sequence[Finding], width: int) -> list[ScreenLine]:
     return _wrapped(verdict(run, findings)[1], width, "bold")
 
 
-def _counted(run: Run) -> Line:
+def _counted(run: Run) -> ScreenLine:
     steps = words.count(len(run.steps), "logged step" if of_a_log(run) else "step")
-    return Line(f"{steps}, {run.skipped:,} skipped")
+    return ScreenLine(f"{steps}, {run.skipped:,} skipped")
 
 
-def _parts(finding: Finding, source: Source, width: int) -> tuple[list[Line], ...]:
+def _parts(finding: Finding, source: Source, width: int) -> tuple[list[ScreenLine], ...]:
     """Title, the line of the script, evidence, advice, change of the script."""
     code = line_at(source, finding.place)
     shown = "" if finding.diff or code is None else f"{finding.place}: {code.strip()}"
-    change = [Line(" " * _LEAD + line) for line in finding.diff.splitlines()]
+    change = [ScreenLine(" " * _LEAD + line) for line in finding.diff.splitlines()]
     return (
         [_title(finding, width)],
-        [Line(" " * _LEAD + shown)] if shown else [],
+        [ScreenLine(" " * _LEAD + shown)] if shown else [],
         _indented(finding.evidence, width),
         _indented(f"-> {finding.advice}" if finding.advice else "", width),
         change,
     )
 
 
-def _title(finding: Finding, width: int) -> Line:
+def _title(finding: Finding, width: int) -> ScreenLine:
     place = f"  {finding.place}" if finding.place else ""
     room = max(20, width - _LEAD - len(place))
     title = finding.title if len(finding.title) <= room else finding.title[: room - 3] + "..."
-    return Line(f"{finding.severity:{_LEAD}}{title}{place}", finding.severity)
+    return ScreenLine(f"{finding.severity:{_LEAD}}{title}{place}", finding.severity)
 
 
 def _where(finding: Finding) -> str:
@@ -197,26 +210,26 @@ def _more_findings(left: int) -> str:
     return f"... and {words.count(left, 'more finding')}"
 
 
-def _further(findings: Sequence[Finding]) -> list[Line]:
+def _further(findings: Sequence[Finding]) -> list[ScreenLine]:
     """Which commands say more."""
     kinds = [f"gradlift explain {f.kind}" for f in findings[:1] if f.kind]
-    return [Line(f"More: {'; '.join([*kinds, 'gradlift doctor -v'])}")] if findings else []
+    return [ScreenLine(f"More: {'; '.join([*kinds, 'gradlift doctor -v'])}")] if findings else []
 
 
-def _wrapped(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
+def _wrapped(text: str, width: int, style: str = "", indent: str = "") -> list[ScreenLine]:
     lines = textwrap.wrap(
         text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
-    return [Line(line, style) for line in lines]
+    return [ScreenLine(line, style) for line in lines]
 
 
-def _indented(text: str, width: int) -> list[Line]:
+def _indented(text: str, width: int) -> list[ScreenLine]:
     return _wrapped(text, width, indent=" " * _LEAD)
 
 
-def _short(text: str, width: int, style: str = "") -> Line:
-    return Line(text if len(text) <= width else text[: width - 3] + "...", style)
+def _short(text: str, width: int, style: str = "") -> ScreenLine:
+    return ScreenLine(text if len(text) <= width else text[: width - 3] + "...", style)
 
 
-def _safe(lines: list[Line], width: int) -> list[Line]:
+def _safe(lines: list[ScreenLine], width: int) -> list[ScreenLine]:
     return [_short(visible(line.text), width, line.style) for line in lines]

@@ -111,7 +111,7 @@ def near_overflow(run: Run) -> Finding | None:
     tops: dict[str, list[float]] = {}
     for look in run.forwards:
         for name, row in look.modules.items():
-            if row.get("dtype") == "float16" and row.get("amax", 0.0) < math.inf:
+            if row.get("dtype") == "float16" and row.get("amax", math.inf) < math.inf:
                 tops.setdefault(name, []).append(row["amax"])
     near = {name: max(values) for name, values in tops.items() if max(values) >= NEAR}
     if not near:

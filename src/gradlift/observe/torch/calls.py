@@ -8,6 +8,7 @@ is written when it is first seen, and how often it was seen when the recording e
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -59,10 +60,20 @@ class CallOrder:
         self.kept: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """That gradient's id, where backward came before it was cleared."""
         self.failure = ""
+        self._aside = False
 
     def listening(self) -> bool:
-        """Not in a forked child, nor after the end."""
-        return current() is self.recorder
+        """Not in a forked child, nor after the end, nor to gradlift's own calls."""
+        return not self._aside and current() is self.recorder
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, calls are gradlift's own and are not noted."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     def failed(self, error: Exception) -> None:
         """A call that could not be noted is left out."""

@@ -22,8 +22,7 @@ from ...journal import Recorder
 from ...torch.nested import tensors
 from ...torch.ranks.sharding import local
 from ..patches import Patches
-from ..places import Places
-from .calls import parameters_of
+from .calls import CallOrder, parameters_of
 from .finder import End, Finder, Origin, at_a_bad_point, in_graph
 from .forward import has_compiled
 from .rerunning import as_it_was, silence
@@ -51,8 +50,8 @@ class ModuleCall(NamedTuple):
 class FirstBad:
     """Remembers the calls of outermost modules, and searches when something is not finite."""
 
-    def __init__(self, recorder: Recorder, places: Places) -> None:
-        self.recorder, self.places = recorder, places
+    def __init__(self, recorder: Recorder, order: CallOrder) -> None:
+        self.recorder, self.order, self.places = recorder, order, order.places
         self.patches = Patches()
         self.depth = self.searches = self.in_a_row = self.watched = 0
         self.finder: Finder | None = None
@@ -169,6 +168,7 @@ class FirstBad:
         self.finder, self.depth = finder, self.depth + 1
         try:
             with torch.set_grad_enabled(backward), contextlib.ExitStack() as around:
+                around.enter_context(self.order.aside())
                 if backward:
                     around.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
                 if has_compiled():

@@ -93,7 +93,7 @@ class Hooks:
         self.sampling = Sampling(recorder, self._named, places)
         self.calls = self.sampling.calls
         self.edits = Edits()
-        self.first_bad = FirstBad(recorder, self.calls.places) if rerun else None
+        self.first_bad = FirstBad(recorder, self.calls) if rerun else None
         self.bare = 0
         self.disabled: set[str] = set()
         """What is known of scalers that do nothing."""
@@ -353,7 +353,7 @@ class Hooks:
     def _end(self, optimizer: Any, frame: types.FrameType) -> None:
         self.sampling.after_step(optimizer, self.counted.steps if self.counted else 0)
         self.calls.stepped_with(optimizer)
-        if self.first_bad is not None:
+        if self.first_bad is not None and not _skipped_inside(optimizer):
             self.first_bad.weights_written(optimizer)
         if recorder.depth or id(frame) != self.frame:
             return
@@ -539,6 +539,12 @@ def _may_be_finite(params: list[Tensor]) -> bool:
         if p.numel() <= _SMALL and p.grad is not None and p.grad.layout is torch.strided:
             return math.isfinite(local(p.grad).sum())
     return True
+
+
+def _skipped_inside(optimizer: Any) -> bool:
+    """Did a fused optimizer's kernel skip the step? False on a device, where nobody knows yet."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, Tensor) and found.device.type == "cpu" and bool(found)
 
 
 def _closure(args: Any, kwargs: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MOST = 2**16  # elements that are looked at, evenly spread over a parameter
+_MOST = 2**13  # elements that are looked at, evenly spread over a parameter
 FIELDS = ("rms", "amax", "nonfinite", "update", "unchanged", "below_eps", "alike")
 
 

@@ -7,9 +7,10 @@ from textwrap import dedent
 from typing import Any
 
 from ...analysis.diagnosis import Finding
+from ...analysis.explain import explanation, known_kinds
 from ...analysis.source import Source, source_of
 from ...journal import Run
-from .markup import breakable, escape, link, listed, prose
+from .markup import breakable, escape, link, listed, prose, rendered
 
 AROUND = 3  # lines of code before and after the one that is meant
 CHARTS = {
@@ -24,6 +25,11 @@ CHARTS = {
     "calls": "order of calls",
 }
 """What a chart is called in a link to it."""
+_CONFIDENCE = {
+    "certain": "certain: seen directly",
+    "likely": "likely: inferred from these numbers",
+    "possible": "possible: the script may mean it so",
+}
 
 
 def findings(run: Run, found: Sequence[Finding], data: Mapping[str, Any], row: str = "") -> str:
@@ -62,7 +68,9 @@ def _card(
         f"<p>{prose(finding.evidence)}</p>",
         code or (place if finding.place else ""),
         f"<p class=advice>{prose(finding.advice)}</p>" if finding.advice else "",
+        _change(finding.diff),
         *_links(finding, chart, data),
+        _meaning(finding),
     ]
     inside = "\n".join(part for part in parts if part)
     if first:
@@ -78,21 +86,55 @@ def _card(
     )
 
 
-def _copy(finding: Finding, chart: str, data: Mapping[str, Any]) -> str:
-    """A small copy of the chart in which one sees it; a heatmap is too large for one."""
-    if chart not in CHARTS or chart in ("heat", "updates"):
+def _change(diff: str) -> str:
+    """The advice as a change of lines; empty if they are not known."""
+    if not diff:
         return ""
-    called, row = CHARTS[chart], ""
+    kinds = {"-": "goes", "+": "comes"}
+    place, *lines = diff.split("\n")
+    shown = [
+        f'<span class="{kinds.get(line[:1], "stays")}">{escape(line)}</span>' for line in lines
+    ]
+    return (
+        f'<figure class="code change"><figcaption>the change of {escape(place)}</figcaption>\n'
+        f'<pre tabindex="0">{chr(10).join(shown)}</pre></figure>'
+    )
+
+
+def _meaning(finding: Finding) -> str:
+    """How sure it is, and, folded, what its kind means."""
+    sure = f"<p class=where>{escape(_CONFIDENCE.get(finding.confidence, finding.confidence))}</p>"
+    if finding.kind not in known_kinds():
+        return sure
+    called = f"What <code>{escape(finding.kind)}</code> means"
+    text = rendered(explanation(finding.kind))
+    return f'{sure}<details class="kind"><summary>{called}</summary>\n{text}</details>'
+
+
+def _copy(finding: Finding, chart: str, data: Mapping[str, Any]) -> str:
+    """A small copy of the chart in which one sees it; of a heatmap, the rows that are meant."""
+    if chart not in CHARTS:
+        return ""
+    called, rows = CHARTS[chart], ""
     if chart == "forward":
         named = [name in _words(finding) for name in data[chart]["names"]]
         highest = data[chart]["high"]
         worst = max(range(len(named)), key=lambda i: (named[i], highest[i]))
-        chart, row = "forward-steps", f' data-row="{worst}"'
+        chart, rows = "forward-steps", f' data-row="{worst}"'
+        called = f"largest output of {data['forward']['names'][worst]}; dotted: 65504"
+    elif chart in ("heat", "updates"):
+        called = {
+            "heat": "exponent of scaled gradients, by parameter",
+            "updates": "updates lost, in percent"
+            if finding.kind == "updates-lost"
+            else "update / weight, by parameter",
+        }[chart]
     steps = f", marked at step {finding.steps[0]:,}" if finding.steps else ""
     label = f"Chart: {called}{steps}. The chart itself is further below."
     return (
-        f'<div class="chart small" id="answer-chart" data-of="{chart}"{row} role="img" '
-        f'aria-label="{escape(label)}"></div>'
+        f'<figure class="seen"><figcaption>{escape(called[:1].upper() + called[1:])}</figcaption>\n'
+        f'<div class="chart small" id="answer-chart" data-of="{chart}"{rows} role="img" '
+        f'aria-label="{escape(label)}"></div></figure>'
     )
 
 

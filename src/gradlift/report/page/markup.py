@@ -27,6 +27,27 @@ def prose(text: str) -> str:
     return set_.replace(" -&gt; ", " → ")
 
 
+def rendered(text: str) -> str:
+    """The Markdown of `analysis/explained` as HTML: paragraphs, bold, code, blocks of code.
+
+    >>> print(rendered("**Do** `x < 1`.\\n\\n```diff\\n-a\\n\\n+b\\n```"))
+    <p><b>Do</b> <code>x &lt; 1</code>.</p>
+    <pre tabindex="0">-a
+    <BLANKLINE>
+    +b</pre>
+    """
+    found = []
+    for i, part in enumerate(re.split(r"^```\w*\n?", text, flags=re.MULTILINE)):
+        if i % 2:
+            found.append(f'<pre tabindex="0">{escape(part.rstrip())}</pre>')
+            continue
+        for paragraph in filter(None, map(str.strip, part.split("\n\n"))):
+            bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(paragraph))
+            inside = re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+            found.append(f"<p>{inside}</p>")
+    return "\n".join(found)
+
+
 def breakable(name: str) -> str:
     """A name as HTML that may break after a dot or a slash.
 

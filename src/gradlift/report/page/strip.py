@@ -14,6 +14,7 @@ from .markup import breakable, escape, link, prose, section
 
 MOST_ORDERS = 12
 MOST_CALLS = 40
+NEAR = 12  # calls of a row in the answer
 
 _PHASES = {
     "forward": ("autocast", "train"),
@@ -27,13 +28,21 @@ _PHASE_OF = {name: phase for phase, names in _PHASES.items() for name in names}
 
 
 def frequent(run: Run, found: Sequence[Finding], data: Mapping[str, Any]) -> str:
-    """The most frequent order that has the first finding's line, as one row."""
+    """The most frequent order that has the first finding's line, as one row of a few calls."""
     known = _by_frequency(run)
     place = found[0].place if found else ""
     having = [order for order in known if any(call.place == place for call in order.order)]
     if not known:
         return ""
-    return _row((having or known)[0], source_of(run), _blamed(found, data), True)
+    shown = _around((having or known)[0], place)
+    return _row(shown, source_of(run), _blamed(found, data), True)
+
+
+def _around(order: Calls, place: str) -> Calls:
+    """Of a long order the calls around the first one that is meant."""
+    at = next((i for i, call in enumerate(order.order) if call.place == place), 0)
+    first = max(0, min(at - NEAR // 2, len(order.order) - NEAR))
+    return order._replace(order=order.order[first : first + NEAR])
 
 
 def _by_frequency(run: Run) -> list[Calls]:

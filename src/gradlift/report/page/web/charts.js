@@ -31,6 +31,7 @@ function drawCopy() {
   const first = !copy.data;
   if (which === "histogram") drawHistogram(copy.id, histogramOf(found.parameters[0]));
   else if (which === "forward-steps") drawForwardSteps(copy.id, Number(copy.dataset.row));
+  else if (HEATS[which]) drawRows(copy.id, which, found);
   else CHARTS[which](copy.id);
   if (first) copy.on("plotly_click", () => follow({ finding: found.id, chart: which }));
 }
@@ -48,8 +49,8 @@ function listen(id) {
     } else if (id === "forward") {
       follow({ module: data.forward.names[point.y], chart: "forward-steps" });
     } else if (OVER_STEPS.includes(id)) {
-      const mark = id === "scale" && typeof point.customdata === "number" ? point.customdata : -1;
-      const finding = mark < 0 ? undefined : data.marks.finding[mark];
+      // A mark lies on the line: the click may be the line's.
+      const finding = id === "scale" && marksOver(point.x).map((i) => data.marks.finding[i]).find(Boolean);
       follow({ step: point.x, ...(finding ? { finding } : {}) });
     }
   });

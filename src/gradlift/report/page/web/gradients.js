@@ -25,7 +25,14 @@ function drawHistogram(id, position) {
       customdata: bars.map(([e, s]) => [power(e), percent(s), place(e)[1]]),
       hovertemplate: "%{customdata[0]}: %{customdata[1]}<br>%{customdata[2]}<extra></extra>",
     });
-    axes["yaxis" + (i + 2)] = axis({ domain: [floor, floor + height], tickformat: ".2~%", nticks: 4, rangemode: "tozero", fixedrange: true });
+    axes["yaxis" + (i + 2)] = axis({
+      domain: [floor, floor + height], tickformat: ".2~%", nticks: 4, rangemode: "tozero", fixedrange: true,
+      ...(bars.length ? {} : { range: [0, 1], showticklabels: false, showgrid: false }),
+    });
+    if (!bars.length) notes.push({
+      xref: "paper", yref: y + " domain", x: 0.5, y: 0.5, showarrow: false, text: "every finite element was zero",
+      font: { size: 13, color: colour("soft") },
+    });
     const band = (x0, x1, shade, opacity) => shapes.push({
       type: "rect", layer: "below", xref: "x", yref: y + " domain", x0, x1, y0: 0, y1: 1,
       line: { width: 0 }, fillcolor: colour(shade), opacity,
@@ -120,7 +127,7 @@ function drawHeat(id, which) {
       title: { text: kind.modes[kind.mode], side: "top", font: { size: 11, color: colour("soft") } }, ypad: 4,
     },
   }], layout({
-    margin: { l: left, r: 16, t: 52, b: 44 }, ...heatMarks(which),
+    margin: { l: left, r: 16, t: 52, b: 44 }, ...heatMarks(id, which),
     xaxis: {
       ...stepAxis(), title: undefined, range: [-0.5, heat.step.length - 0.5], tickmode: "array", ...ticksOf(heat.step),
     },
@@ -128,14 +135,36 @@ function drawHeat(id, which) {
   }));
 }
 
+// Of a heatmap, the rows of a finding's parameters as curves.
+const MOST_ROWS = 5;
+function drawRows(id, which, found) {
+  const heat = data[which], kind = HEATS[which];
+  const mode = found.kind === "updates-lost" ? "lost" : kind.mode;
+  const named = heat.names.map((_, i) => i).filter((i) => found.parameters.includes(heat.names[i]));
+  const rows = (named.length ? named : heat.names.map((_, i) => i)).slice(0, MOST_ROWS);
+  const base = mode === "lost" || mode === "zero" ? null : which === "heat" ? 2 : 10;
+  draw(id, rows.map((row, i) => ({
+    type: "scatter", mode: "lines+markers", name: escaped(tail(heat.names[row], 24)), x: heat.step, y: heat[mode][row],
+    hovertext: heat.step.map((step, c) => `${escaped(tail(heat.names[row], 48))}<br>step ${grouped(step)}<br>${kind.text(heat, row, c)}`),
+    hovertemplate: "%{hovertext}<extra></extra>",
+    line: { color: colour("key" + (1 + i)), width: 1.6 }, marker: { color: colour("key" + (1 + i)), size: 4 },
+  })), layout({
+    ...marksAt(id, which), showlegend: rows.length > 1, xaxis: stepAxis(),
+    margin: { l: narrow() ? 44 : 58, r: 16, t: rows.length > 1 ? 54 : 14, b: 44 },
+    yaxis: axis({
+      nticks: 6, ...(base ? { tickprefix: base + "<sup>", ticksuffix: "</sup>", tickformat: "~g" } : { ticksuffix: " %", rangemode: "tozero" }),
+    }),
+  }));
+}
+
 // The nearest sample to a step, as a column; the row of the address bar's parameter.
-function heatMarks(which) {
+function heatMarks(id, which) {
   const heat = data[which];
   const column = (step) => {
     const after = heat.step.findIndex((s) => s >= step);
     return after < 0 ? heat.step.length - 1 : after > 0 && step - heat.step[after - 1] < heat.step[after] - step ? after - 1 : after;
   };
-  const made = marksAt(which, column), row = heat.names.indexOf(view.parameter);
+  const made = marksAt(id, which, column, heat.step.length), row = heat.names.indexOf(view.parameter);
   if (row >= 0) made.shapes.push({
     type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5,
     line: { color: colour("ink"), width: 1.5 },

@@ -51,7 +51,7 @@ function limit(along, at) {
 }
 
 function drawForwardSteps(id, row) {
-  const all = data.forward, i = row === undefined ? Number(byId("module").value) : row, marks = marksAt("forward");
+  const all = data.forward, i = row === undefined ? Number(byId("module").value) : row, marks = marksAt(id, "forward");
   const y = all.tops[i], known = y.filter((v) => v !== null).length;
   draw(id, [{
     type: "scatter", mode: known > 40 ? "lines" : "lines+markers", x: all.step, y,

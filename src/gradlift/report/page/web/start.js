@@ -68,7 +68,7 @@ function wire() {
   // Paper: light colours, and everything unfolded.
   let opened = [];
   addEventListener("beforeprint", () => {
-    opened = Array.from(document.querySelectorAll("details.section:not([open])"));
+    opened = Array.from(document.querySelectorAll("details.section:not([open]), .finding > details:not([open])"));
     for (const details of opened) details.open = true;
     document.documentElement.classList.add("printing");
     drawAll();

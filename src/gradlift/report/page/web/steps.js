@@ -48,21 +48,27 @@ function lineOf(line, i, field) {
 const alone = (values) => values.length < 300 && values.some((v, i) =>
   v !== null && (i === 0 || values[i - 1] === null) && (i + 1 === values.length || values[i + 1] === null));
 
-// Flags of the findings that are seen in a chart, and a line at the step of the address bar.
-function marksAt(chart, where = (step) => step) {
-  const shapes = [], annotations = [];
+// Flags of the findings that are seen in a chart, and a line at the step of the address bar. The copy
+// in the answer has the first finding's flag only; flags that would cover each other are stacked.
+function marksAt(id, chart, where = (step) => step, width = allSteps()[1] - allSteps()[0]) {
+  const shapes = [], annotations = [], rows = [];
+  const room = width * (narrow() || id === "answer-chart" ? 0.09 : 0.03);
   const upright = (at, more) => shapes.push({
     type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1, ...more,
   });
   data.findings.forEach((found, i) => {
-    if (found.chart !== chart || !found.steps.length || i >= MOST_FLAGS) return;
+    if (found.chart !== chart || !found.steps.length || i >= MOST_FLAGS || (i && id === "answer-chart")) return;
     for (const step of found.steps) {
       if (where(step) === null) continue;
       upright(where(step), { line: { color: colour(found.severity), width: 1, dash: "dot" } });
     }
     const at = where(found.steps[0]);
-    if (at !== null) annotations.push({
-      xref: "x", yref: "paper", x: at, y: 1, yanchor: "top", showarrow: false, captureevents: true,
+    if (at === null) return;
+    let row = rows.findIndex((taken) => taken.every((x) => Math.abs(x - at) > room));
+    if (row < 0) row = rows.push([]) - 1;
+    rows[row].push(at);
+    annotations.push({
+      xref: "x", yref: "paper", x: at, y: 1, yanchor: "top", yshift: -21 * (row % 8), showarrow: false, captureevents: true,
       text: `<b>${i + 1}</b>`, font: { size: 11, color: colour("card") }, borderpad: 3,
       bgcolor: colour(found.severity), name: "finding " + found.id,
       hovertext: `finding ${i + 1}: ${escaped(tail(found.title, 60))}`,
@@ -94,15 +100,15 @@ function drawScale(id) {
     groups.get(group).push(i);
   });
   for (const [group, members] of groups) {
-    const x = [], y = [], texts = [], which = [];
+    const x = [], y = [], texts = [];
     for (const i of members) {
       const ends = marks.first[i] === marks.last[i] ? [marks.first[i]] : [marks.first[i], marks.last[i]];
-      for (const step of ends) { x.push(step); y.push(marks.scale[i]); texts.push(markText(i)); which.push(i); }
-      x.push(null); y.push(null); texts.push(""); which.push(null);
+      for (const step of ends) { x.push(step); y.push(marks.scale[i]); texts.push(markText(i)); }
+      x.push(null); y.push(null); texts.push("");
     }
     const shade = colour(CAUSES[marks.cause[members[0]]] || "unknown");
     traces.push({
-      type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: texts, customdata: which,
+      type: "scatter", mode: "lines+markers", name: escaped(group), x, y, hovertext: texts,
       hovertemplate: "%{hovertext}<extra></extra>", line: { color: shade, width: 3 },
       marker: {
         color: shade, size: 8, symbol: SYMBOLS[marks.what[members[0]]] || "circle",
@@ -113,7 +119,7 @@ function drawScale(id) {
   }
   for (const t of traces) if (t.marker.symbol && t.marker.symbol !== "circle") t.marker.line.color = t.marker.color;
   draw(id, traces, layout({
-    showlegend: traces.length > 1, ...marksAt("scale"),
+    showlegend: traces.length > 1, ...marksAt(id, "scale"),
     margin: { l: narrow() ? 44 : 58, r: 16, t: traces.length > 1 ? 40 : 14, b: 44 },
     xaxis: stepAxis(),
     yaxis: axis({ tickprefix: "2<sup>", ticksuffix: "</sup>", tickformat: "~g", nticks: 7, ...whole("scale") }),
@@ -145,7 +151,7 @@ function drawCurve(id, field, format, yaxis, shapes = []) {
   const traces = data.lines.map((line, i) => ({
     ...lineOf(line, i, field), hovertemplate: `step %{x:,d}<br>${format}<extra></extra>`,
   }));
-  const several = data.lines.length > 1, marks = marksAt(field);
+  const several = data.lines.length > 1, marks = marksAt(id, field);
   draw(id, traces, layout({
     showlegend: several, ...marks, shapes: [...shapes, ...marks.shapes],
     margin: { l: narrow() ? 44 : 58, r: 16, t: several ? 36 : 14, b: 44 },
@@ -162,7 +168,8 @@ const sorted = (field) =>
   data.lines.flatMap((line) => line[field]).filter((v) => v !== null).sort((a, b) => a - b);
 function logarithmic(field) {
   const values = sorted(field), decades = Math.log10(values[values.length - 1] / values[0]);
-  return { type: "log", tickformat: "~g", ...(decades > 2 ? { dtick: Math.ceil(decades / 6) } : {}) };
+  if (!(decades > 0.7)) return {};
+  return { type: "log", tickformat: "~g", dtick: decades > 2 ? Math.ceil(decades / 6) : "D2" };
 }
 // If one value is far above all others the axis is logarithmic.
 function hasOutlier(field) {
