@@ -31,8 +31,8 @@ def deepspeed(i: int) -> str:
 def megatron(i: int) -> str:
     return (
         f" [2026-11-19 04:21:51] iteration {i:8}/  250000 | consumed samples: {i:12} | elapsed "
-        f"time per iteration (ms): 86545.2 | learning rate: 9.15E-06 | global batch size:  1024 | lm "
-        f"loss: {2 + i % 7:.6E} | loss scale: 65536.0 | grad norm: 1.231 | number of skipped "
+        f"time per iteration (ms): 86545.2 | learning rate: 9.15E-06 | global batch size:  1024 | "
+        f"lm loss: {2 + i % 7:.6E} | loss scale: 65536.0 | grad norm: 1.231 | number of skipped "
         "iterations:   0 | number of nan iterations:   0 |"
     )
 

@@ -47,15 +47,16 @@ from .ranks import ranks
 from .settings import growth_eager, lr_moved, odd_scale, static_misfit
 from .trained import alike, detached, head_replaced, parameters_left_out, parameters_shared
 from .underflow import conservative, dead_layer, underflow
-from .updates import (
+from .weights import (
     clip_too_tight,
     decay_wins,
     eps_swallows,
     eps_zero,
     fp16_parameters,
     updates_lost,
+    weight_range,
+    weights_nonfinite,
 )
-from .weights import weight_range, weights_nonfinite
 
 CHECKS: tuple[Check, ...] = (
     # what the script does
