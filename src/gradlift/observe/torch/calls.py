@@ -209,7 +209,12 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def first_gradient(optimizer: Any) -> Tensor | None:
     """The gradient of the first parameter that has one."""
-    return next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            g: Tensor | None = p.grad
+            if g is not None:
+                return g
+    return None
 
 
 def _is_divided(node: Any, scaled: bool) -> bool:

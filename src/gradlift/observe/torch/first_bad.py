@@ -93,7 +93,8 @@ class FirstBad:
     def remember(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         seen = [i for i, call in enumerate(self.calls) if call.module is module]
         del self.calls[: seen[-1] + 1 if seen else 0]  # called again: a new iteration
-        given = tensors((args, kwargs))
+        plain = not kwargs and all(type(a) is Tensor for a in args)
+        given = list(args) if plain else tensors((args, kwargs))
         devices = {"cpu", *(t.device.type for t in given)}
         modes = [
             torch.autocast(d, torch.get_autocast_dtype(d), True)

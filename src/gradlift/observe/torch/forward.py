@@ -82,8 +82,11 @@ class Forward:
         low, high = torch.aminmax(t)
         peak = torch.maximum(-low, high).float()
         zeros = t.numel() - torch.count_nonzero(t)
-        nonfinite = t.numel() - torch.isfinite(t).sum()
-        row = torch.stack((peak, high.float(), zeros.float(), nonfinite.float()))
+        if t.device.type == "cpu" and bool(torch.isfinite(peak)):  # reading it costs nothing here
+            nonfinite = peak.new_zeros(())
+        else:
+            nonfinite = (t.numel() - torch.isfinite(t).sum()).float()
+        row = torch.stack((peak, high.float(), zeros.float(), nonfinite))
         before = self.rows.get(id(module))
         elements = t.numel()
         if before is not None:

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ from .weights import fingerprint
 _METHODS = ("scale", "unscale_", "step", "update")
 _FIRST = 10  # steps of a run whose gradients are all looked at
 _SMALL = 2**14  # elements of a gradient that is looked at in every step
-_LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics
+_LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics,
+_OFTEN = 10  # until so many samples were taken; then as often as these
 
 
 class Hooks:
@@ -82,6 +83,8 @@ class Hooks:
         """Gradients that were looked at, by optimizer, and belong to a step to come."""
         self.names: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
         self.taken: dict[str, int] = {}
+        self.clipped: tuple[ref[Any], int, int, list[ref[Any]]] | None = None
+        """What the last call clipped: its first parameter, how many, and their optimizers."""
         self.searched: set[int] = set()  # parameters whose optimizer was looked for
         self.losses, self.losses_used = Losses(), False
         """Of backward passes since the last step; several optimizers may step on one loss."""
@@ -150,13 +153,16 @@ class Hooks:
         try:
             return read(*args)
         except Exception as error:
-            self.failure = self.failure or f"could not record everything: {error!r:.200}"
-            self._note_failure()
+            self._failed(error)
             return None
         finally:
             torch._C._set_grad_enabled(differentiated)
             if finder is not None:
                 finder.paused -= 1
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = self.failure or f"could not record everything: {error!r:.200}"
+        self._note_failure()
 
     def _note_failure(self) -> None:
         if self.failure and not self.failure_noted:
@@ -181,10 +187,9 @@ class Hooks:
             if torch.compiler.is_compiling():
                 return original(scaler, *args, **kwargs)
             given = args[0] if args else kwargs.get("outputs", kwargs.get("optimizer"))
-            line = self._reading(self._enter, scaler, name, given)
+            line, kept = self._reading(self._enter, scaler, name, given, before) or (None, None)
             if line is None:
                 return original(scaler, *args, **kwargs)
-            kept = self._reading(before, scaler, line, given)
             line.within.add(name)
             recorder.depth += name == "step"
             try:
@@ -200,14 +205,21 @@ class Hooks:
 
         return call
 
-    def _enter(self, scaler: Any, method: str, given: Any) -> StepLines | None:
-        """Notes a call of a scaler; None if it is disabled, or its own parent's."""
+    def _enter(
+        self, scaler: Any, method: str, given: Any, before: Callable[..., Any]
+    ) -> tuple[StepLines, Any] | None:
+        """Notes a call of a scaler, and what `before` finds; None if it is disabled, or its own
+        parent's."""
         line = self._line_of(scaler)
         if line is None or method in line.within:
             return None
         if not line.within:  # step() unscales by itself
             self._note(scaler, method, given)
-        return line
+        try:
+            return line, before(scaler, line, given)
+        except Exception as error:
+            self._failed(error)
+            return line, None
 
     def _note(self, scaler: Any, method: str, given: Any) -> None:
         """A call of a scaler."""
@@ -439,15 +451,35 @@ class Hooks:
         return clip
 
     def _before_clip(self, parameters: Any) -> list[Any]:
-        clipped = {id(p) for p in _listed(parameters)}
+        listed = _listed(parameters)
+        known = self._clipped_before(listed)
+        if known is None:
+            known = self._owners_of(listed)
+            if listed:
+                self.clipped = ref(listed[0]), len(listed), len(self.owners), list(map(ref, known))
+        for optimizer in known:
+            self._look(optimizer)
+        return known
+
+    def _clipped_before(self, listed: list[Any]) -> list[Any] | None:
+        """The owners of the parameters that the last call clipped, if these are the same."""
+        if self.clipped is None or not listed:
+            return None
+        first, n, owners, known = self.clipped
+        if first() is not listed[0] or n != len(listed) or owners != len(self.owners):
+            return None
+        found = [r() for r in known]
+        return None if None in found or not found else found
+
+    def _owners_of(self, listed: list[Any]) -> list[Any]:
+        """The optimizers that have some of these parameters."""
+        clipped = {id(p) for p in listed}
         known = [o for o in self.owners if _has_any(o, clipped)]
         owned = {id(p) for o in known for p in parameters_of(o)}
         unknown = clipped - owned - self.searched
         if unknown:
             self.searched |= unknown
             known += [o for o in living_optimizers() if o not in known and _has_any(o, clipped)]
-        for optimizer in known:
-            self._look(optimizer)
         return known
 
     # Gradients
@@ -457,7 +489,8 @@ class Hooks:
         seen = self.looked.get(optimizer)
         if seen is not None:
             return seen
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        groups = optimizer.param_groups
+        params = [p for group in groups for p in group["params"] if p.grad is not None]
         names = self.names.setdefault(optimizer, {})
         seen = self.looked[optimizer] = Seen(params, names, _learning_rate(optimizer))
         if not params:
@@ -468,9 +501,8 @@ class Hooks:
         late = is_late(params[:1], forced=self.force_late)
         early = 0 < step < (every or 0) and step % max(1, (every or 0) // _LOOKS_PER_SAMPLE) == 0
         sampled = every is not None and (step % every == 0 or early)
-        due = every is not None and (
-            step < _FIRST or step % max(1, every // _LOOKS_PER_SAMPLE) == 0
-        )
+        often = max(1, (every or 0) // (_LOOKS_PER_SAMPLE if step < _OFTEN * (every or 0) else 1))
+        due = every is not None and (step < _FIRST or step % often == 0)
         wanted = due or not (scaled or (self.losses.finite and _may_be_finite(params)))
         if not (late or sampled or wanted):
             return seen

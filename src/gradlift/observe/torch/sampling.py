@@ -22,6 +22,7 @@ from .forward import Forward
 from .lines import Sent, is_late
 
 _PER_SAMPLE = 2  # looks for each sample of gradients
+_OFTEN, _RARER = 10, 4  # after so many looks there is one in so many times as many steps
 _SETTINGS = ("lr", "eps", "betas", "weight_decay", "momentum", "fused", "foreach", "capturable")
 _GROUPS = 10  # parameter groups whose settings are written down
 _MOST_EXTRA = 20  # steps that are looked at because the one before was not finite
@@ -52,7 +53,8 @@ class Sampling:
 
     def begin(self) -> None:
         """Begins a window."""
-        self.looking = self.also or (bool(self.every) and self.windows % self.every == 0)
+        often = self.every if self.windows < _OFTEN * self.every else _RARER * self.every
+        self.looking = self.also or (bool(self.every) and self.windows % often == 0)
         self.also = False
         if self.looking:
             self.forward.begin()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MOST = 2**13  # elements that are looked at, evenly spread over a parameter
+_MOST = 2**11  # elements that are looked at, evenly spread over a parameter
 FIELDS = ("rms", "amax", "nonfinite", "update", "unchanged", "below_eps", "alike")
 
 
@@ -46,30 +46,73 @@ def after(optimizer: Any, look: WeightLook) -> Tensor:
     none has a gradient; `below_eps` the share whose second moment, rooted, is below Adam's eps, NaN
     elsewhere; `alike` is 1 if all rows of a matrix are equal.
     """
-    rows = []
-    for p, old, moved in zip(look.params, look.before, look.moved):
-        new = _part(p)
-        wide = new.float()
-        step = wide - old.float()
-        lost = moved.logical_and(new == old) if moved is not None else None
-        unchanged = (
-            wide.new_full((), torch.nan) if moved is None else lost.sum() / moved.sum()  # type: ignore[union-attr]
-        )
-        rows.append(
-            torch.stack(
-                (
-                    old.float().square().mean().sqrt(),
-                    old.float().abs().amax(),
-                    (p.numel() - torch.isfinite(p).sum()).float(),
-                    step.square().mean().sqrt(),
-                    unchanged.float(),
-                    _below_eps(optimizer, p),
-                    _alike(p),
-                )
-            )
-        )
-    home = rows[0].device
-    return torch.stack([row.to(home, non_blocking=True) for row in rows])
+    homes = list(dict.fromkeys(p.device for p in look.params))
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found: dict[int, Tensor] = {}
+    for home in homes:
+        at = [i for i, p in enumerate(look.params) if p.device == home]
+        found.update(zip(at, _rows(optimizer, look, at, groups)))
+    return torch.stack([found[i].to(homes[0], non_blocking=True) for i in range(len(found))])
+
+
+def _rows(
+    optimizer: Any, look: WeightLook, at: list[int], groups: dict[int, dict[str, Any]]
+) -> Tensor:
+    """The rows of the parameters on one device. Their parts lie end to end in one tensor, so that
+    the number of operations does not grow with the number of parameters."""
+    params = [look.params[i] for i in at]
+    wide = torch.float64 if any(p.dtype is torch.float64 for p in params) else torch.float32
+    new = _End2End([_part(p) for p in params], wide)
+    old = torch.cat([look.before[i].reshape(-1).to(wide) for i in at])
+    moves = [look.moved[i] for i in at]
+    moved = torch.cat([_nowhere(p) if m is None else m for p, m in zip(params, moves)])
+    sizes = new.sum(torch.ones_like(old))
+    return torch.stack(
+        (
+            (new.sum(old.square()) / sizes).sqrt(),
+            new.largest(old.abs()),
+            _nonfinite(params),
+            (new.sum((new.values - old).square()) / sizes).sqrt(),
+            new.sum(((new.values == old) & moved).to(wide)) / new.sum(moved.to(wide)),
+            _below_eps(optimizer, params, groups, wide),
+            torch.stack([_alike(p) for p in params]),
+        ),
+        1,
+    ).float()
+
+
+class _End2End:
+    """Parts of several tensors in one, with reductions of each part.
+
+    >>> parts = _End2End([torch.ones(2), torch.full((3,), 2.0)], torch.float32)
+    >>> parts.sum(parts.values).tolist(), parts.largest(parts.values).tolist()
+    ([2.0, 6.0], [1.0, 2.0])
+    """
+
+    def __init__(self, parts: list[Tensor], dtype: torch.dtype) -> None:
+        self.values = torch.cat([part.to(dtype) for part in parts])
+        sizes = torch.tensor([part.numel() for part in parts])
+        self.of = torch.repeat_interleave(sizes).to(self.values.device, non_blocking=True)
+        self._zeros = self.values.new_zeros(len(parts))
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._zeros.index_add(0, self.of, values)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return self._zeros.scatter_reduce(0, self.of, values, "amax")
+
+
+def _nonfinite(params: list[Tensor]) -> Tensor:
+    """How many elements of each whole parameter are not finite. On the CPU, where reading a number
+    costs nothing, they are counted only where there are any."""
+    sums = torch.stack([p.detach().sum().float() for p in params])
+    if sums.device.type == "cpu" and bool(torch.isfinite(sums).all()):
+        return torch.zeros_like(sums)
+    return torch.stack([p.numel() - torch.isfinite(p.detach()).sum() for p in params])
+
+
+def _nowhere(p: Tensor) -> Tensor:
+    return torch.zeros_like(_part(p), dtype=torch.bool)
 
 
 def fingerprint(params: list[Tensor]) -> dict[str, float]:
@@ -95,25 +138,38 @@ def _size(given: list[Tensor]) -> float:
     return float(torch.stack([n.to(norms[0].device) for n in norms]).norm())
 
 
-def _below_eps(optimizer: Any, p: Tensor) -> Tensor:
-    state = optimizer.state.get(p) or {}
-    second = state.get("exp_avg_sq")
-    if not isinstance(second, Tensor) or not second.numel() or not _is_plain(second):
-        return p.new_full((), torch.nan, dtype=torch.float32)
-    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
-    part = _part(second).float()
-    part = part[part > 0]  # a sparse embedding's other rows have none
-    if not part.numel():
-        return p.new_full((), torch.nan, dtype=torch.float32)
-    steps = float(state.get("step", 1)) if p.device.type == "cpu" else 1e9
-    beta = group["betas"][1] if "betas" in group else 0.0
-    corrected = part / (1 - float(beta) ** max(1.0, steps))
-    return (corrected.sqrt() < float(group.get("eps", 0))).float().mean()
+def _below_eps(
+    optimizer: Any, params: list[Tensor], groups: dict[int, dict[str, Any]], wide: torch.dtype
+) -> Tensor:
+    """The share of each parameter's second moments whose root is below eps; NaN where there are
+    none, or only zeros, as in a sparse embedding's other rows."""
+    shares = torch.full((len(params),), math.nan, dtype=wide, device=params[0].device)
+    known, parts, corrections, limits = [], [], [], []
+    for i, p in enumerate(params):
+        state = optimizer.state.get(p) or {}
+        second = state.get("exp_avg_sq")
+        if not isinstance(second, Tensor) or not second.numel() or not _is_plain(second):
+            continue
+        group = groups[id(p)]
+        steps = float(state.get("step", 1)) if p.device.type == "cpu" else 1e9
+        beta = float(group["betas"][1]) if "betas" in group else 0.0
+        known.append(i)
+        parts.append(_part(second))
+        corrections.append(1 - beta ** max(1.0, steps))
+        limits.append(float(group.get("eps", 0)))
+    if not known:
+        return shares
+    moments = _End2End(parts, wide)
+    factors, eps = (torch.tensor(x, dtype=wide).to(shares.device) for x in (corrections, limits))
+    some = moments.values > 0
+    low = some & ((moments.values / factors[moments.of]).sqrt() < eps[moments.of])
+    found = moments.sum(low.to(wide)) / moments.sum(some.to(wide))
+    return shares.index_copy(0, torch.tensor(known, device=shares.device), found)
 
 
 def _alike(p: Tensor) -> Tensor:
     if p.dim() < 2 or len(p) < 2:
-        return p.new_zeros((), dtype=torch.float32)
+        return torch.zeros((), device=p.device)
     rows = p.detach()[:64]
     return (rows == rows[:1]).all().float()
 
