@@ -32,7 +32,8 @@ EVERY = 50  # the command's default
 OFTEN = 250  # steps in which the forward pass and the weights are looked at more often
 PERIOD = 100  # steps after which looks repeat, later
 MODES = {"plain": "", "again": "nothing", "grads": "gradients and scales", "all": "everything"}
-TASKS = {  # model, autocast, scaler; steps a turn; periods; goals in percent or microseconds
+TASKS = {  # model, autocast or scaler; steps a turn; periods; goals in percent or microseconds
+    "gpt float16": (1, 1, {"grads": "0.1 %", "all": "1 %"}),  # as the example is run
     "gpt float32": (1, 3, {"grads": "0.1 %", "all": "1 %"}),
     "gpt bfloat16": (1, 3, {"grads": "0.1 %", "all": "1 %"}),
     "mlp torch's scaler": (EVERY, 20, {"all": "30 us"}),
