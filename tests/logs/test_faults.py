@@ -152,6 +152,13 @@ def test_a_grave_fault_comes_first(kind, tmp_path):
     assert kinds(tmp_path, FAULTS[kind])[0] == kind
 
 
+def test_megatron_leaves_out_a_loss_that_is_nan(tmp_path):
+    lines = [*sound(50), *(megatron(i, norm=NAN, scale=1.0) for i in range(51, 60))]
+    [finding] = found(tmp_path, lines)
+    assert (finding.severity, finding.kind, finding.steps[0]) == ("broken", "nan-applied", 51)
+    assert "norm of the gradients is nan" in finding.evidence
+
+
 def test_a_loss_that_is_only_printed_wrongly_is_no_catastrophe(tmp_path):
     lines = [*sound(50), megatron(51, NAN, norm=1.0), *sound(9, 52)]
     assert [(f.severity, f.kind) for f in found(tmp_path, lines)] == [("warning", "nan-applied")]

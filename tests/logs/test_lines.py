@@ -80,6 +80,8 @@ STEPS = [
      "loss=16.348, ppl=83437.5, wps=1, num_updates=100, lr=1e-06, gnorm=4.215, loss_scale=128, "
      "train_wall=22, wall=120",
      {"step": 100, "loss": 16.348, "norm": 4.215, "lr": 1e-6, "next_scale": 128.0}),
+    ("fairseq", "| epoch 001:   3615 / 6547 loss=0.439, num_updates=3600, loss_scale=1399",
+     {"step": 3600, "loss": 0.439}),
     ("fairseq", "| epoch 001:    100 / 2952087 loss=16.348, num_updates=7, loss_scale=0",
      {"step": 7, "loss": 16.348}),
     ("fairseq", 'slurm_procid 0 : 2022-01-01 | INFO | train_inner | {"epoch": 1, "update": 0.01, '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 
@@ -55,7 +56,7 @@ def _metrics(facts: dict[str, object]) -> Iterator[Row]:
         loss=known.get("loss"),
         norm=known.get("norm"),
         lr=known.get("lr"),
-        next_scale=scale if scale else None,  # 0 is a rounded one
+        next_scale=scale if scale and math.frexp(scale)[0] == 0.5 else None,  # else it is a mean
         counted=False,
     )
 
@@ -110,7 +111,7 @@ FORMATS = (
         (
             "the steps of overflows: num_updates does not count them",
             "the loss of a single step: a line has the mean since the last",
-            "a scale below 0.5 in a line of metrics, which is rounded to 0",
+            "a scale in a line of metrics that is no power of two: it is rounded, or a mean",
         ),
         {
             " overflow detected, setting": _skips,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from ...core import Cause, Verdict
+from ...core import Verdict
 from ...journal import Run, Step
 from ..words import count, power
-from .finding import Finding, numbers, of_a_log, overflowed, per_key
+from .finding import Finding, loss_failed, numbers, of_a_log, overflowed, per_key
 from .overflow import after_the_search
 
 ROSE = 10.0  # times the usual norm
@@ -26,11 +26,13 @@ _RECORD = (
 
 @per_key
 def nan_applied(steps: list[Step], run: Run) -> Finding | None:
-    """The loss is not finite, and the log counts the step as applied."""
-    bad = [s for s in steps if s.cause is Cause.LOSS_NONFINITE and s.verdict is Verdict.APPLY]
+    """The loss or the norm is not finite, and the log counts the step as applied."""
+    bad = [s for s in steps if s.verdict is Verdict.APPLY and (loss_failed(s) or s.nonfinite)]
     if not bad or not of_a_log(run):
         return None
     last = steps.index(bad[-1])
+    loss = loss_failed(bad[0])
+    what, value = ("loss", bad[0].loss) if loss else ("norm of the gradients", bad[0].norm)
     after = [s for s in steps[last + 1 :] if math.isfinite(s.loss)]
     then = (
         f"At step {after[0].step} it is finite again, so the weights are: the mean that is printed "
@@ -40,9 +42,9 @@ def nan_applied(steps: list[Step], run: Run) -> Finding | None:
     )
     return Finding(
         "warning" if after else "broken",
-        "The loss is not finite, and no step was skipped for it",
-        f"In {count(len(bad), 'logged step')}, first at step {bad[0].step}, the loss is "
-        f"{bad[0].loss:g}, while the log counts these steps as applied. {then}",
+        f"The {what} is not finite, and no step was skipped for it",
+        f"In {count(len(bad), 'logged step')}, first at step {bad[0].step}, the {what} is "
+        f"{value:g}, while the log counts these steps as applied. {then}",
         numbers(bad),
         (),
         f"Load the last checkpoint from before step {bad[0].step}; let the trainer stop at such a "
@@ -62,7 +64,7 @@ def norm_nonfinite(steps: list[Step], run: Run) -> Finding | None:
             break
         tail.append(s)
     tail = [s for s in reversed(tail) if s.norm == s.norm or s.nonfinite]
-    if len(tail) < 2 or not of_a_log(run) or all(s.cause is Cause.LOSS_NONFINITE for s in tail):
+    if len(tail) < 2 or not of_a_log(run) or all(map(loss_failed, tail)):
         return None
     zero = sum(s.loss == 0 for s in tail)
     filtered = (
