@@ -56,7 +56,8 @@ def _record_ranks(path, folder):
 
 def _record_alone(paths, folder):
     torch.set_num_threads(1)  # a fork has no OpenMP threads
-    journals = {path: folder / f"{'-'.join(path.with_suffix('').parts)}.jsonl" for path in paths}
+    names = {p: p.stem if p.is_absolute() else "-".join(p.with_suffix("").parts) for p in paths}
+    journals = {path: folder / f"{name}.jsonl" for path, name in names.items()}
     waiting, running = list(paths), {}
     while waiting or running:
         while waiting and len(running) < AT_A_TIME:

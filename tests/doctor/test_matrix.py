@@ -95,6 +95,33 @@ def test_a_cured_script_trains(journals, path):
     assert float(last) < float(first)
 
 
+def changed(path, diff):
+    """The script with a change put in, which must fit its lines."""
+    place, *lines = diff.splitlines()
+    whole = (scripts_of.__globals__["HERE"] / path).read_text().splitlines()
+    at = int(place.rpartition(":")[2]) - 1
+    there = [line[1:] for line in lines if line[0] in " -"]
+    assert whole[at : at + len(there)] == there
+    whole[at : at + len(there)] = [line[1:] for line in lines if line[0] in " +"]
+    return "\n".join(whole) + "\n"
+
+
+def test_a_change_that_is_printed_cures_the_script(journals, tmp_path):
+    """Put in by the letter: the script runs, and the doctor does not find the fault again."""
+    scripts = {}
+    for path in FAULTS:
+        first = findings(journals[path])[0]
+        if first.diff:
+            name = tmp_path / f"{path.parent.name}-{path.name}"
+            name.write_text(changed(path, first.diff))
+            scripts[name] = first.kind
+    if ALL:
+        assert len(set(scripts.values())) > 5
+    for path, journal in record_all(list(scripts), tmp_path).items():
+        kinds = [f.kind for f in findings(journal) if f.severity != "hint"]
+        assert kinds == [], (path.name, scripts[path])
+
+
 def test_the_matrix(journals, capsys):
     """Printed: for each script the findings, in their order."""
     rows = [(path, [f.kind for f in findings(journals[path])]) for path in FAULTS + SOUND]

@@ -6,6 +6,7 @@ import os
 
 from ..journal import Run
 from ..logs import read_run
+from .changes import change
 from .findings import CHECKS, EXPLAINS, SEVERITIES, Finding
 from .findings.finding import rank
 
@@ -37,4 +38,5 @@ def diagnose(run: Run | str | os.PathLike[str]) -> list[Finding]:
             kept.append(finding)
         elif rank(finding) < rank(kept[causes[0]]):  # as serious as what it leads to
             kept[causes[0]] = kept[causes[0]]._replace(severity=finding.severity)
+    kept = [finding._replace(diff=finding.diff or change(run, finding)) for finding in kept]
     return sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity))
