@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..core import Cause
 from ..journal import Run
 from .exponents import share_flushed
+from .findings.finding import spanned
 
 NAN = math.nan
 
@@ -18,6 +19,8 @@ class Totals(NamedTuple):
     """The numbers; NaN where one is not known."""
 
     steps: int
+    trained: int
+    """The same; of a log, which names only some steps, those between the first and the last."""
     applied: int
     skipped: int
     without_gradients: int
@@ -63,6 +66,7 @@ def totals(run: Run) -> Totals:
     undecided = run.undecided
     return Totals(
         steps=len(steps),
+        trained=spanned(steps, run),
         applied=len(steps) - len(skipped) - empty - undecided,
         skipped=len(skipped),
         without_gradients=empty,

@@ -74,7 +74,8 @@ def _lowered(sentence: str) -> str:
 
 def figures(totals: Totals) -> list[tuple[str, str, str]]:
     """The head's figures: name, value, remark."""
-    lost = words.percent(totals.skipped / totals.steps) if totals.steps else ""
+    lost = words.percent(totals.skipped / totals.trained) if totals.steps else ""
+    of = f"of {totals.trained:,}, " if totals.trained > totals.steps else ""
     seldom = [words.counted(totals.causes)] if totals.causes else []
     seldom += [words.count(totals.retries, "retry", "retries")] if totals.retries else []
     seldom += [f"{totals.undecided:,} undecided"] if totals.undecided else []
@@ -83,7 +84,7 @@ def figures(totals: Totals) -> list[tuple[str, str, str]]:
     low, high = words.power(totals.lowest_scale), words.power(totals.highest_scale)
     tightest = totals.worst_headroom_step
     return [
-        ("steps", f"{totals.steps:,}", ", ".join([f"{totals.applied:,} applied", *empty])),
+        ("steps", f"{totals.steps:,}", of + ", ".join([f"{totals.applied:,} applied", *empty])),
         (
             "skipped",
             f"{totals.skipped:,}",
