@@ -60,8 +60,8 @@ OBSERVE = (
     ),
     Mutant(
         "observe/torch/hooks.py",
-        "            self._note_failure()\n            return None\n",
-        "            self._note_failure()\n            raise\n",
+        "            self._failed(error)\n            return None\n        finally",
+        "            self._failed(error)\n            raise\n        finally",
         "what a hook cannot read does not stop the script",
         "test_hooks.py::test_what_a_hook_cannot_read_is_noted_once_and_training_goes_on",
     ),

@@ -435,3 +435,20 @@ def test_a_search_that_raises_is_undone():
     scaler.update()
     assert scaler.result.stepped
     assert not torch.equal(w.detach(), before)
+
+
+@both_paths
+def test_every_look_at_a_changed_gradient_can_name_it(device_path):
+    """A gradient that was NaN when it was looked at again, and is finite when it is looked at a
+    third time: the step is lost, and its parameter is named."""
+    w, optimizer, scaler = made(device_path, False, size=4, init_scale=2.0)
+    scaler.scale(w.sum()).backward()
+    scaler.unscale_(optimizer)
+    w.grad[1] = math.nan
+    scaler.unscale_(optimizer)  # a second look
+    w.grad[:] = 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.result.stepped
+    assert len(scaler.result.culprits) == 1
+    assert not w.any()

@@ -46,6 +46,7 @@ def runs(tmp_path_factory):
 
 # A fault whose symptom has this name, and what is found to be its cause.
 CAUSES = {
+    "dead_layer": "dead_relu",
     "exploding": "diverging",
     "floor": "bad_operation",
     "forward_nan": "bad_data",

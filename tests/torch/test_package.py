@@ -33,12 +33,12 @@ def test_there_are_snippets():
     assert len(list(documents.snippets("python torch"))) >= 5
 
 
-@pytest.mark.parametrize("format", [formats.FP16, formats.E5M2], ids=str)
-def test_statistics_against_numpy(format):
+def test_statistics_against_numpy():
+    format = formats.FP16
     rng = np.random.default_rng(0)
     g = (rng.standard_normal(5000) * 2.0 ** rng.uniform(-30, 16, 5000)).astype(np.float32)
     g[:500] = 0
-    told = describe(torch.from_numpy(g), format)
+    told = describe(torch.from_numpy(g))
     size = np.abs(g)
     assert told["elements"] == 5000
     assert told["zero"] == (size == 0).mean()

@@ -75,7 +75,7 @@ def _all_negative(run: Run) -> Finding | None:
         f"The outputs of {name} were all negative ({found[name]:.3g} at most) and its gradients "
         "all zero: a ReLU behind it gives zero for every input, and no gradient passes.",
         (),
-        (),
+        tuple(p for p in run.samples[-1].parameters if p.rpartition(".")[0] in found)[:SHOWN],
         "Lower the learning rate or the initial bias, so that units do not leave their range; or "
         "use LeakyReLU, GELU or a normalisation in front.",
         "dead-relu",

@@ -47,8 +47,7 @@ from .weights import fingerprint
 _METHODS = ("scale", "unscale_", "step", "update")
 _FIRST = 10  # steps of a run whose gradients are all looked at
 _SMALL = 2**14  # elements of a gradient that is looked at in every step
-_LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics,
-_OFTEN = 10  # until so many samples were taken; then as often as these
+_LOOKS_PER_SAMPLE = 5  # amax and norm are taken this many times as often as statistics
 
 
 class Hooks:
@@ -501,8 +500,9 @@ class Hooks:
         late = is_late(params[:1], forced=self.force_late)
         early = 0 < step < (every or 0) and step % max(1, (every or 0) // _LOOKS_PER_SAMPLE) == 0
         sampled = every is not None and (step % every == 0 or early)
-        often = max(1, (every or 0) // (_LOOKS_PER_SAMPLE if step < _OFTEN * (every or 0) else 1))
-        due = every is not None and (step < _FIRST or step % often == 0)
+        due = every is not None and (
+            step < _FIRST or step % max(1, every // _LOOKS_PER_SAMPLE) == 0
+        )
         wanted = due or not (scaled or (self.losses.finite and _may_be_finite(params)))
         if not (late or sampled or wanted):
             return seen

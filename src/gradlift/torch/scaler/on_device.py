@@ -152,17 +152,16 @@ class OnDevice:
         inverse = torch.ones_like(self.state.scale) if window.unscaled else self.inverse()
         grads = window.source.elements
         found = device_look(grads, inverse, norm=norm, amax=amax, clips=clips, full=full)
-        if window.source.gathered:
+        if window.source.gathered or not any(g.dtype is torch.float16 for g in grads):
             return found
-        return found._replace(
-            nonfinite=found.nonfinite | device_leaves_format(grads, found, inverse)
-        )
+        leaves = device_leaves_format(grads, found, inverse)
+        return found._replace(nonfinite=found.nonfinite | leaves)
 
     def look_again(self, window: Window, which: list[int]) -> Any:
         inverse = torch.ones_like(self.state.scale) if window.unscaled else self.inverse()
         each = window.source.each()
         found = device_look([each[i] for i in which], inverse, norm=False)
-        window.found_again = found._replace(order=tuple(which[i] for i in found.order))
+        window.found_again += (found._replace(order=tuple(which[i] for i in found.order)),)
         return found.nonfinite
 
     def agree(self, window: Window, mine: RankRow) -> Agreed:
@@ -248,7 +247,7 @@ class OnDevice:
 
         Not the window itself is kept: it would keep all gradients alive until the result is read.
         """
-        looks = [look for look in (window.found, window.found_again) if look and look.order]
+        looks = [look for look in (window.found, *window.found_again) if look and look.order]
         params, group = window.source.params, window.group
         rule, transfer = settings.rule, self.transfer
         reading, state = finished.reading, self.state

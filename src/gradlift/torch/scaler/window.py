@@ -36,7 +36,7 @@ class Window:
     group: RankGroup = ALONE
     """The ranks that agree on its step."""
     found: Inspection | None = None
-    found_again: Inspection | None = None
+    found_again: tuple[Inspection, ...] = ()
     """Device only: of gradients that were changed after the look."""
     reading: Reading | None = None
     norm: Any = math.nan
