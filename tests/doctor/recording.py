@@ -87,6 +87,7 @@ def _start(path, journal):
 
 
 def _record(path, journal):
+    warnings.resetwarnings()  # the tests' own filters are not the script's
     sys.argv = [str(path)]
     made = Journal(journal)
     made.describe(mode="run", command=[str(path)], every=50, world_size=1)
