@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _WORDS = re.compile(r"[\s_\-/.]+")
 _NAMES = {
@@ -30,6 +31,7 @@ def _plain(name: str) -> str:
 _FIELD = {_plain(name): field for field, names in _NAMES.items() for name in names.split(",")}
 
 
+@lru_cache(4096)
 def field_of(name: str) -> str | None:
     """The field of a `Row` (or "epoch") that a logged name means; None for any other name.
 
