@@ -189,6 +189,14 @@ def test_tables_of_other_makers(tmp_path):
     monitor = tmp_path / "Train_Samples_loss_scale.csv"
     monitor.write_text("step,loss_scale\n32,65536\n64,32768\n")
     assert [s.next_scale for s in read_log(monitor).steps] == [65536.0, 32768.0]
+    wandb.unlink()
+    (tmp_path / "Train_Samples_lr.csv").write_text("step,lr\n32,0.5\n64,0.25\n")  # a file a tag
+    folder = read_log(tmp_path)
+    assert [(s.step, s.next_scale, s.lr) for s in folder.steps] == [
+        (32, 65536.0, 0.5),
+        (64, 32768.0, 0.25),
+    ]
+    assert folder.events == []
 
 
 # TensorBoard

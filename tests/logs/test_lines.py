@@ -292,7 +292,7 @@ def test_several_files_are_one_run(tmp_path):
 
 TRACE = [
     "Traceback (most recent call last):",
-    '  File "/home/me/work/train.py", line 57, in <module>',
+    '  File "/data/job/train.py", line 57, in <module>',
     "    loss = model(batch)",
     '  File "/usr/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1, in _call_impl',
     "    return forward_call(*args)",

@@ -40,7 +40,6 @@ class _Draft:
     applied: bool = False
     """The log counts skips, and did not count this one."""
     halted: bool = False
-    static: bool = False
     culprits: tuple[str, ...] = ()
     key: str = ""
     rank: int | None = None
@@ -123,7 +122,6 @@ class Assembly:
             line,
             skipped=True,
             floor=row.floor,
-            static=row.static,
             key=row.key,
             rank=row.rank,
         )

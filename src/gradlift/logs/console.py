@@ -12,7 +12,7 @@ from ..text import visible
 from . import deepspeed, fairseq, megatron, trainers
 from .assembly import Assembly
 from .formats import LineFormat, Reader
-from .numbers import I
+from .numbers import I, number, whole
 from .row import Row
 
 LINE_FORMATS: tuple[LineFormat, ...] = (
@@ -201,8 +201,6 @@ def of_pattern(pattern: str) -> LineFormat:
 
 
 def _reader(expression: re.Pattern[str]) -> Reader:
-    from .numbers import number, whole
-
     def read(line: str) -> Iterable[Row]:
         found = expression.search(line)
         if found is None:

@@ -26,6 +26,7 @@ FORMATS: tuple[LineFormat | FileFormat, ...] = (*LINE_FORMATS, CSV, STATE, TENSO
 _BLOCK = 2**22  # bytes
 _STATE = "trainer_state.json"
 _MOST_FILES = 1000  # of a folder
+_NUMBERS = ("loss", "norm", "lr", "scale", "next_scale")  # of a step; NaN where not known
 
 
 def read_run(
@@ -230,15 +231,20 @@ def _events(assembly: Assembly) -> list[Event]:
 
 
 def _together(runs: Sequence[Run]) -> Run:
-    """Several logs as one run: one after the other, or, of different formats, beside each other."""
+    """Several logs as one run: one after the other; or beside each other if they are of different
+    formats, or have different numbers, as when each metric has a file of its own."""
     runs = [run for run in runs if run.steps or run.events] or list(runs)
     run, *others = runs
     for other in others:
-        if set(run.header["formats"]) & set(other.header["formats"]):
-            run = _after(run, other)
-        else:
-            run = _beside(run, other)
+        alike = set(run.header["formats"]) & set(other.header["formats"])
+        run = (_after if alike and _known(run) & _known(other) else _beside)(run, other)
     return run
+
+
+def _known(run: Run) -> set[str]:
+    """Which numbers a log has; of one that has none, such as a list of overflows, all."""
+    has = {n for n in _NUMBERS if any(getattr(s, n) == getattr(s, n) for s in run.steps)}
+    return has or set(_NUMBERS)
 
 
 def _after(run: Run, other: Run) -> Run:
@@ -265,8 +271,7 @@ def _beside(run: Run, other: Run) -> Run:
 
 
 def _filled(step: Step, more: Step) -> Step:
-    names = ("loss", "norm", "lr", "scale", "next_scale")
-    new = {n: getattr(more, n) for n in names if getattr(step, n) != getattr(step, n)}
+    new = {n: getattr(more, n) for n in _NUMBERS if getattr(step, n) != getattr(step, n)}
     if step.cause is Cause.NONE and more.cause is not Cause.NONE:
         new |= {"cause": more.cause, "verdict": more.verdict, "nonfinite": more.nonfinite}
     return step._replace(**new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Row(NamedTuple):
@@ -41,5 +41,3 @@ class Row(NamedTuple):
     rank: int | None = None
     culprit: str = ""
     key: str = ""
-    ending: dict[str, Any] | None = None
-    """How the run ended: the details of an "end" event."""
