@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import runpy
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ import gradlift.torch
 from gradlift import formats
 from gradlift.torch.scaler.statistics import describe
 
+STEP_PATH = runpy.run_path(str(documents.ROOT / "benchmarks" / "step_path.py"))
 MODULES = [m.name for m in pkgutil.walk_packages(gradlift.torch.__path__, "gradlift.torch.")]
 
 
@@ -31,6 +33,14 @@ def test_documents_run(page, code, tmp_path, monkeypatch):
 
 def test_there_are_snippets():
     assert len(list(documents.snippets("python torch"))) >= 5
+
+
+@pytest.mark.parametrize("kind", STEP_PATH["GOALS"])
+def test_a_step_is_short_enough_to_be_read(kind):
+    """So many calls, and so many changes of file, are promised."""
+    calls, (most_calls, most_changes) = STEP_PATH["path"](kind), STEP_PATH["GOALS"][kind]
+    assert 40 < len(calls) <= most_calls
+    assert 20 < STEP_PATH["changes"](calls) <= most_changes
 
 
 def test_statistics_against_numpy():

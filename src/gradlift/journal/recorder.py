@@ -154,7 +154,7 @@ class Channel:
         self.keeps_events = True
         """Do skips go into `events`? Not if only a run around made them known."""
         self._facts: dict[str, Any] = {}
-        self._labels: dict[Recorder, str] | None = None
+        self._places: list[tuple[Journal, str]] | None = None
         self._noted: set[str] = set()
         self._since = time.perf_counter()
         self._count_listeners()
@@ -177,13 +177,14 @@ class Channel:
 
     def leave_own_journal(self) -> None:
         """Drops the scale's own journal; the run of `current()` is still recorded."""
-        self.recorders[0].journals = ()
+        own, self.recorders[0].journals = self.recorders[0].journals, ()
+        self._places = self._places and [place for place in self._places if place[0] not in own]
         self._count_listeners()
 
     @property
     def described(self) -> bool:
         """Was the header written?"""
-        return self._labels is not None
+        return self._places is not None
 
     def describe(self, **facts: Any) -> None:
         """Adds facts to the header, before its line is written: `parameters` (name -> size),
@@ -193,21 +194,22 @@ class Channel:
 
     def _journals(self) -> list[tuple[Journal, str]]:
         """Each journal with this channel's label there; describes the run at the first line."""
-        if self._labels is None:
-            self._labels = {r: r.label_of(self) for r in self.recorders}
+        if self._places is None:
+            labels = {r: r.label_of(self) for r in self.recorders}
             facts = {
                 "rule": str(self.rule),
                 "framework": self.framework,
                 "formats": [str(getattr(self.rule, "format", FP16))],
                 **self._facts,
             }
-            for recorder, label in self._labels.items():
+            for recorder, label in labels.items():
                 for journal in recorder.journals:
                     if label:
                         journal.event("note", code="scale", key=label, **facts)
                     else:
                         journal.describe(**facts)
-        return [(j, label) for r, label in self._labels.items() for j in r.journals]
+            self._places = [(j, label) for r, label in labels.items() for j in r.journals]
+        return self._places
 
     def step(self, finished: Finished, result: StepResult) -> None:
         """A finished step: its event if it was not applied, its notes, its line."""

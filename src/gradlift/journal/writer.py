@@ -166,6 +166,8 @@ class Journal:
             self._header = None
             self._lines.write(encoded)
         self._lines.write(_line(line))
+        if not self._also:
+            return
         if header is not None:
             self._send("header", header)
         if not isinstance(record, (Probe, Calls)):  # sinks draw gradients, steps and events
@@ -275,7 +277,8 @@ class _Lines:
             else:
                 self.waiting.append(line)
                 self.size += len(line)
-        self._warn_once()
+        if self.trouble and not self.warned:
+            self._warn()
 
     def _catch_up(self) -> None:
         self.again_at = time.monotonic() + _PAUSE
@@ -391,15 +394,14 @@ class _Lines:
         self.trouble = self.trouble or error.strerror or str(error)
         return False
 
-    def _warn_once(self) -> None:
+    def _warn(self) -> None:
         """Once for each file, and after the line was kept: a warning may be raised as an error."""
-        if self.trouble and not self.warned:
-            self.warned = True
-            warn(
-                f"{self.path} cannot be written at present: {self.trouble}. Training goes on; "
-                f"up to {_BACKLOG // 2**20} MiB of lines are kept and written as soon as possible",
-                JournalWarning,
-            )
+        self.warned = True
+        warn(
+            f"{self.path} cannot be written at present: {self.trouble}. Training goes on; "
+            f"up to {_BACKLOG // 2**20} MiB of lines are kept and written as soon as possible",
+            JournalWarning,
+        )
 
     def close(self) -> None:
         if self.file.closed:

@@ -244,7 +244,7 @@ class MasterWeights(Optimizer):
                 return loss
             found_inf = None
         for ours, theirs in zip(self.param_groups, inner.param_groups):
-            theirs.update({k: v for k, v in ours.items() if k != "params"})
+            theirs.update({**ours, "params": theirs["params"]})
         with torch.no_grad():
             if not self._just_taken:
                 self._take()
@@ -268,7 +268,7 @@ class MasterWeights(Optimizer):
             finally:
                 vars(inner).pop("grad_scale", None), vars(inner).pop("found_inf", None)
         for ours, theirs in zip(self.param_groups, inner.param_groups):
-            ours.update({k: v for k, v in theirs.items() if k != "params"})
+            ours.update({**theirs, "params": ours["params"]})
         self._seed.step += 1
         self.out_of_range = False
         for region in self._regions:

@@ -195,7 +195,7 @@ def device_look(
     positions `full` are no part of amax.
     """
     home = inverse.device
-    devices = dict.fromkeys(g.device for g in grads)
+    devices = dict.fromkeys([g.device for g in grads])
     peaks, norms, order, tops = [], [], [], []
     for device in devices:
         indices = [i for i, g in enumerate(grads) if g.device == device and g.numel()]
@@ -253,7 +253,7 @@ def device_leaves_format(grads: list[Tensor], found: Inspection, inverse: Tensor
 
 def _lengths(grads: list[Tensor]) -> list[Tensor]:
     """The norm of each, in float32 at least."""
-    if not any(g.dtype is torch.float64 for g in grads):
+    if torch.float64 not in {g.dtype for g in grads}:
         return list(torch._foreach_norm(grads, 2, dtype=torch.float32))
     return [
         torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).float()

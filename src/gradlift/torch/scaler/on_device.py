@@ -152,7 +152,7 @@ class OnDevice:
         inverse = torch.ones_like(self.state.scale) if window.unscaled else self.inverse()
         grads = window.source.elements
         found = device_look(grads, inverse, norm=norm, amax=amax, clips=clips, full=full)
-        if window.source.gathered or not any(g.dtype is torch.float16 for g in grads):
+        if window.source.gathered or torch.float16 not in {g.dtype for g in grads}:
             return found
         leaves = device_leaves_format(grads, found, inverse)
         return found._replace(nonfinite=found.nonfinite | leaves)
