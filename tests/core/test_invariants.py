@@ -46,7 +46,7 @@ def check(rule, state):
     inverse = struct.unpack("f", struct.pack("f", 1 / state.scale))[0]
     assert math.isfinite(inverse)
     assert inverse > 0
-    if rule._powers_only:
+    if rule.powers_only:
         assert is_power_of_two(state.scale)
     assert all(abs(x) < 2**31 for x in state[1:])
 

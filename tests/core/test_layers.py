@@ -36,6 +36,14 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 RECORDS_MADE_IN = ("journal", "logs", "analysis.replay")
 MOST_FILES = 15
 
+THEIRS = {
+    *("_version", "_values", "_parameters"),  # torch's tensors and modules
+    *("_get_scale_async", "_found_inf_per_device", "_check_inf_per_device"),  # torch's scalers
+    "_params",  # a Gluon trainer's
+    "_fields",  # every NamedTuple's
+}
+"""Private names of others, which we have to use."""
+
 SAME_ON_PURPOSE = {
     "Scaler",  # the public name in each adapter that has one
     "MixedPrecision",  # Lightning's and Fabric's own name
@@ -177,6 +185,32 @@ def private(found):
     return bad
 
 
+def reached(modules):
+    """Private attributes, not one's own, that only another top-level package defines."""
+    defined = defaultdict(set)
+    for module, (tree, _) in modules.items():
+        defined[package(module)].update(_attributes(tree))
+    bad = set()
+    for module, (tree, _) in modules.items():
+        here = package(module)
+        others = set().union(*(names for p, names in defined.items() if p != here))
+        foreign = others - defined[here] - THEIRS
+        for node in ast.walk(tree):
+            attribute = isinstance(node, ast.Attribute) and node.attr in foreign
+            if attribute and getattr(node.value, "id", "") not in ("self", "cls"):
+                bad.add((module, node.attr))
+    return bad
+
+
+def _attributes(tree):
+    """Private names that are defined or assigned as attributes."""
+    for node in ast.walk(tree):
+        name = getattr(node, "name", "") if hasattr(node, "body") else getattr(node, "attr", "")
+        stored = not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store)
+        if isinstance(name, str) and name.startswith("_") and not name.startswith("__") and stored:
+            yield name
+
+
 def repeated_classes(modules):
     where = defaultdict(list)
     for module, (tree, _) in modules.items():
@@ -222,7 +256,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_no_package_reaches_into_another_ones_private_names():
-    assert private(imports()) == set(PRIVATE)
+    assert private(imports()) | reached(sources()) == set(PRIVATE)
 
 
 def test_a_class_name_occurs_once():
@@ -289,9 +323,12 @@ def test_the_guard_sees_private_names_classes_makers_and_folders(made):
         rules__base="_hidden = 1\nclass Look: pass\n",
         jax__log="def f():\n    return Step(1, 2, 3)\n",
         journal__recorder="Step(1, 2, 3)\n",
+        torch__scaler="class Scaler:\n    def __init__(self):\n        self._taken = 1\n",
+        apex__amp="def f(scaler, self):\n    return scaler._taken, scaler._version, self._taken\n",
         **{f"mxnet__m{i}": "" for i in range(16)},
     )
     assert private(imports(root)) == {("core.a", "rules.base._hidden")}
+    assert reached(sources(root)) == {("apex.amp", "_taken")}
     assert repeated_classes(sources(root)) == {"Look": ["core.a", "rules.base"]}
     assert makers(sources(root)) == {"jax.log"}
     assert full_folders(root) == {"mxnet": 16}

@@ -57,7 +57,7 @@ for step in range(8):
         scaler.update()
     rows.append([result.stepped, result.cause.name, scaler.get_scale(), result.retries])
 weights = model.weight.detach().flatten().tolist()
-told = {"rows": rows, "weights": weights, "calls": calls, "rule": str(scaler._rule)}
+told = {"rows": rows, "weights": weights, "calls": calls, "rule": str(scaler.rule)}
 print(json.dumps(told), flush=True)
 dist.barrier()  # nobody leaves while another still talks
 # torch's own threads may abort the interpreter's teardown ("terminate called without an active

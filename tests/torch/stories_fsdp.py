@@ -139,7 +139,7 @@ def fsdp2_calibrates():
     fully_shard(model, mp_policy=HALF)
     scaler = made(rule="auto:init_scale=2^30", process_group=None)
     closure = lambda: model(data(rank)).float().square().mean() * (2.0**rank)
-    return {"rows": [scaler.calibrate(closure, model=model)], "rule": str(scaler._rule)}
+    return {"rows": [scaler.calibrate(closure, model=model)], "rule": str(scaler.rule)}
 
 
 @story

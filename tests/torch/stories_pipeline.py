@@ -101,7 +101,7 @@ def pipeline(on_device=False, tied=False, masters=False, rule=None):
     pairs = zip(stage.part.parameters(), mine)
     apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
     said = {"rows": rows, "norms": norms, "collectives": sorted(collectives), "apart": apart}
-    return {**said, "rule": str(scaler._rule)}
+    return {**said, "rule": str(scaler.rule)}
 
 
 for _name, _how in {

@@ -1171,4 +1171,4 @@ def test_a_module_whose_constructor_failed_does_not_disturb_the_search_for_names
 
 def test_the_rule_is_apexs():
     start()
-    assert amp._amp_state.scaler._rule == Backoff(min_scale=2.0**-126, max_scale=2.0**24)
+    assert amp._amp_state.scaler.rule == Backoff(min_scale=2.0**-126, max_scale=2.0**24)

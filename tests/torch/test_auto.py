@@ -141,24 +141,24 @@ def test_batches_without_gradient_signal_are_no_news():
 
 def test_auto_is_cautious_until_something_retries():
     scaler = GradScaler("cpu", rule="auto")
-    assert scaler._rule == parse("auto:cautious")
+    assert scaler.rule == parse("auto:cautious")
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.train_step(closure_for(model, 0), optimizer)
-    assert scaler._rule == parse("auto:cautious")
+    assert scaler.rule == parse("auto:cautious")
     scaler.train_step(closure_for(model, 1), optimizer, retries=1, model=model)
-    assert scaler._rule == parse("auto")
+    assert scaler.rule == parse("auto")
     assert scaler._settings.rule == parse("auto")
 
 
 def test_settings_of_auto_hold_for_both_and_other_rules_stay_what_they_are():
     scaler = GradScaler("cpu", rule="auto:init_scale=2^3,band_bits=2")
-    assert scaler._rule == parse("auto:cautious,init_scale=2^3,band_bits=2")
+    assert scaler.rule == parse("auto:cautious,init_scale=2^3,band_bits=2")
     assert scaler.get_scale() == 8.0
-    assert GradScaler("cpu", rule="auto:cautious")._rule == parse("auto:cautious")
-    assert GradScaler("cpu", rule="Auto : Cautious")._rule == parse("auto:cautious")
-    assert GradScaler("cpu", rule="headroom")._rule == Headroom()
-    assert GradScaler("cpu", rule=parse("auto"))._rule == parse("auto")
+    assert GradScaler("cpu", rule="auto:cautious").rule == parse("auto:cautious")
+    assert GradScaler("cpu", rule="Auto : Cautious").rule == parse("auto:cautious")
+    assert GradScaler("cpu", rule="headroom").rule == Headroom()
+    assert GradScaler("cpu", rule=parse("auto")).rule == parse("auto")
 
 
 # calibrate
@@ -360,10 +360,10 @@ def test_sharp_starts_as_sharp_does_and_a_resumed_run_stays_sharp():
     assert scaler._scales[None].numbers() == plain._scales[None].numbers()
     again = GradScaler("cpu", rule="auto")
     again.load_state_dict(scaler.state_dict())
-    assert again._rule == parse("auto")
+    assert again.rule == parse("auto")
     gentle = GradScaler("cpu", rule="auto")
     gentle.load_state_dict(GradScaler("cpu", rule="auto").state_dict())
-    assert gentle._rule == parse("auto:cautious")
+    assert gentle.rule == parse("auto:cautious")
 
 
 def test_calibrate_in_the_middle_of_a_window_is_refused():

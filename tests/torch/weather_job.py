@@ -119,7 +119,7 @@ def made_again():
     auto = Job(rule="auto", process_group=dist.group.WORLD)
     small = Job(process_group=dist.new_group([0, 1]))
     rows = [job.step(), auto.step(), small.step()]
-    rules = [str(auto.scaler._rule)]
+    rules = [str(auto.scaler.rule)]
     dist.barrier()
     dist.destroy_process_group()
     between = attempt(job.step)["said"]
@@ -137,7 +137,7 @@ def made_again():
     dist.destroy_process_group()
     begin(f"-alone-{rank}", ranks=1, me=0)
     rows += [job.step(), auto.step()]
-    rules.append(str(auto.scaler._rule))
+    rules.append(str(auto.scaler.rule))
     leave({"rows": rows, "stale": stale, "between": between, "without": without, "rules": rules})
 
 

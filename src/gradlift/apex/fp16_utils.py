@@ -102,7 +102,7 @@ class FP16_Optimizer:
         Several losses add up. The masters' gradients are made of the sum when they are first
         needed, so `update_master_grads` makes no difference.
         """
-        seen = self.scaler._scale_of(None).windows
+        seen = self.scaler.scale_of(None).windows
         if seen and self._changed:
             raise MisuseError(
                 "backward() was called after clip_master_grads() or inspect_master_grad_data(): "
@@ -159,7 +159,7 @@ class FP16_Optimizer:
     def _forget(self) -> None:
         """There are no gradients any more that the scale is in."""
         self._fresh = self._changed = False
-        self.scaler._scale_of(None).clear()
+        self.scaler.scale_of(None).clear()
 
     # step
 
@@ -215,9 +215,9 @@ class FP16_Optimizer:
                 f"loss_scale was set to {value!r} between backward() and step(), but the gradients "
                 f"have {self.loss_scale!r} in them: set it after step(), or after zero_grad()"
             )
-        rule = self.scaler._rule
+        rule = self.scaler.rule
         if rule.min_scale == rule.max_scale:
-            self.scaler._use_rule(scale_rule(float(value)))
+            self.scaler.use_rule(scale_rule(float(value)))
         self.scaler.update(float(value))
 
     @property

@@ -95,10 +95,12 @@ class Guard:
             self._adopt_loaded_weights()
         assert AMP.scaler is not None
         nothing = all(p.grad is None for p in self.params())
-        if nothing or self.passes or not AMP.scaler._active:
+        if nothing or self.passes or not AMP.scaler.active:
             return
         if isinstance(self.optimizer, MasterWeights):
-            self.optimizer._take()  # what was exchanged or zeroed since is no longer held
+            gradients_of(
+                self.optimizer
+            ).find()  # what was exchanged or zeroed since is no longer held
         for p, weight in zip(self.params(), self.weights()):
             if (grad := p.grad) is None:
                 continue
@@ -125,7 +127,7 @@ class Guard:
     def give_up(self) -> None:
         """The block was left by an exception: gradients are again what they were before it."""
         assert AMP.scaler is not None
-        if not AMP.scaler._active:
+        if not AMP.scaler.active:
             return
         for p in self.params():
             p.grad = None
@@ -280,7 +282,7 @@ def _tidy() -> None:
     left = {each.loss_id for each in _passes if each.guards}
     for each in _passes:
         if each.loss_id not in left and AMP.scaler is not None:
-            AMP.scaler._scale_of(AMP.key(each.loss_id)).clear()
+            AMP.scaler.scale_of(AMP.key(each.loss_id)).clear()
     _passes[:] = [each for each in _passes if each.guards]
 
 

@@ -18,10 +18,10 @@ def save(amp: Amp) -> dict[str, dict[str, Any]]:
         return saved
     own = amp.scaler.state_dict()["gradlift"]
     for i in range(amp.num_losses):
-        scale = amp.scaler._scale_of(amp.key(i))
+        scale = amp.scaler.scale_of(amp.key(i))
         state = scale.numbers()
         saved[f"loss_scaler{i}"] = {"loss_scale": state.scale, "unskipped": state.clean}
-        if amp.scaler._rule != amp.own_rule:
+        if amp.scaler.rule != amp.own_rule:
             saved[f"loss_scaler{i}"]["gradlift"] = {
                 **history(state, scale.steps, scale.home.skipped),
                 "rule": own["rule"],

@@ -178,7 +178,7 @@ class Channel:
     def leave_own_journal(self) -> None:
         """Drops the scale's own journal; the run of `current()` is still recorded."""
         own, self.recorders[0].journals = self.recorders[0].journals, ()
-        self._places = self._places and [place for place in self._places if place[0] not in own]
+        self._places = self._places and self._places[len(own) :]  # they come first
         self._count_listeners()
 
     @property

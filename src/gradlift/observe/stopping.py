@@ -69,5 +69,9 @@ class Stopper:
 
 
 def _is_lost(step: Step) -> bool:
-    skipped = step.skipped and step.cause is not Cause.NO_GRADIENTS
-    return step.nonfinite or skipped or math.isinf(step.loss) or step.cause is Cause.LOSS_NONFINITE
+    return (
+        step.nonfinite
+        or step.skipped
+        or math.isinf(step.loss)
+        or step.cause is Cause.LOSS_NONFINITE
+    )

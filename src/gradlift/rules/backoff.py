@@ -143,7 +143,7 @@ an overflow, or before `"every"` growth |
         return lower, state
 
     @property
-    def _powers_only(self) -> bool:
+    def powers_only(self) -> bool:
         return self.powers_of_two
 
 

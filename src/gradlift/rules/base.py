@@ -149,12 +149,13 @@ class Rule:
                 f"scale is {_scale_text(scale)}, outside this rule's "
                 f"[{setting_text(self.min_scale)}, {setting_text(self.max_scale)}]"
             )
-        if self._powers_only and not is_power_of_two(scale):
+        if self.powers_only and not is_power_of_two(scale):
             raise StateError(f"scale is {scale!r}, not a power of two: it would round gradients")
         return float(scale)
 
     @property
-    def _powers_only(self) -> bool:
+    def powers_only(self) -> bool:
+        """Are all its scales powers of two, so that scaling rounds no gradient?"""
         return True
 
     def __str__(self) -> str:

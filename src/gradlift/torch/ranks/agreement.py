@@ -253,14 +253,14 @@ _WHAT_TO_DO = (
 
 def _facts(scaler: DropIn) -> dict[str, Any]:
     """What must be equal, by name, the most telling first."""
-    if not scaler._active:
+    if not scaler.active:
         return {"switches": "off"}
     facts: dict[str, Any] = {"switches": "on"}
     scales = {"" if key is None else f" of {key!r}": s for key, s in scaler._scales.items()}
     states = {of: scales[of].numbers() for of in sorted(scales)}
     for of, state in states.items():
         facts[f"scales{of}"] = float(state.scale)
-    facts["rules"] = re.sub(r"(?<=[:,])init_scale=[^,]*,?", "", str(scaler._rule))  # history by now
+    facts["rules"] = re.sub(r"(?<=[:,])init_scale=[^,]*,?", "", str(scaler.rule))  # history by now
     for of, state in states.items():
         counters = {name: int(n) for name, n in state._asdict().items() if name != "scale"}
         facts.update({f"counters {name!r}{of}": n for name, n in counters.items()})

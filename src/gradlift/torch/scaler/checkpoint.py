@@ -45,7 +45,7 @@ def _keys(scaler: GradScaler) -> dict[str, Any]:
 
 def load(scaler: GradScaler, data: Any) -> None:
     """Everything is checked before anything is changed."""
-    loaded = saved_state.load(scaler._rule, data, adopt=scaler._torch_rule)
+    loaded = saved_state.load(scaler.rule, data, adopt=scaler._torch_rule)
     rule, own = loaded.rule, loaded.own
     states = {None: (loaded.state, loaded.steps, loaded.skipped)}
     keys, listed = _parsed(own.get("keys", "{}")), _parsed(own.get("events", "[]"))
@@ -62,13 +62,13 @@ def load(scaler: GradScaler, data: Any) -> None:
 
     if loaded.sharp and scaler._settings.sharp is not None:
         scaler._sharpen()
-        rule = scaler._rule
+        rule = scaler.rule
     scaler._arguments = [data[name] for name in saved_state.FACTORS]
     stale = any(scale.calls or scale.windows for scale in scaler._scales.values())
     scaler._scales = {None: scaler._scales[None]}
-    scaler._use_rule(rule)
+    scaler.use_rule(rule)
     for key, (state, steps, skipped) in states.items():
-        scale = scaler._scale_of(key)
+        scale = scaler.scale_of(key)
         scale.clear()  # gradients made at another scale are of no use any more
         scale.stale = stale
         scale.put(state)

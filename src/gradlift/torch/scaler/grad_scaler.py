@@ -71,8 +71,12 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         self._dropping: DropBad | None = None
         self._last: Window | StepResult | None = None
 
-    def _scale_of(self, key: str | None, device: torch.device | None = None) -> Scale:
-        """The scale of a key; it moves to the device where its first loss or parameter lies."""
+    def scale_of(self, key: str | None, device: torch.device | None = None) -> Scale:
+        """A key's `Scale`, with its window; it moves to the device of its first loss or parameter.
+
+        >>> GradScaler("cpu", init_scale=8.0).scale_of(None).numbers().scale
+        8.0
+        """
         scale = self._scales.get(key)
         if scale is None:
             scale = self._scales[key] = Scale(self._settings, key)
@@ -91,13 +95,13 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         >>> scaler.scale(torch.tensor(0.5))
         tensor(4.)
         """
-        if not self._active:
+        if not self.active:
             return outputs
         if isinstance(outputs, Tensor):
             if self._dropping is not None:
                 self._dropping.micro_batch_done()
                 self._dropping.expect(leaves(outputs))
-            return self._scale_of(key, outputs.device).scaled(outputs)
+            return self.scale_of(key, outputs.device).scaled(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(x, key=key) for x in outputs)
         if isinstance(outputs, Iterable):
@@ -108,10 +112,10 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     def get_scale(self, key: str | None = None) -> float:
         """The scale of the next step; 1.0 if disabled."""
-        if not self._active:
+        if not self.active:
             return 1.0
         scale = self._scales.get(key)
-        return float((scale.numbers() if scale else self._rule.init()).scale)
+        return float((scale.numbers() if scale else self.rule.init()).scale)
 
     # inspect, unscale, clip
 
@@ -120,7 +124,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
     ) -> tuple[Scale, Window]:
         """An optimizer's window, its gradients looked at."""
         clips = max_norm is not None and checked_max_norm(max_norm) > 0
-        scale = self._scale_of(key, _checked_device(optimizer))
+        scale = self.scale_of(key, _checked_device(optimizer))
         window = scale.windows.get(id(optimizer))
         if window is not None and (window.finished is not None or window.deferred):
             raise MisuseError(
@@ -135,7 +139,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
         Calling it again in the same window does nothing. `clip_grad_norm_` is faster.
         """
-        if self._active:
+        if self.active:
             scale, window = self._inspected(optimizer, key, "unscale_()")
             if not window.unscaled:
                 window.source.multiply(scale.home.inverse())
@@ -154,7 +158,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         >>> scaler.clip_grad_norm_(optimizer, 1.0)
         tensor(5.)
         """
-        if not self._active:
+        if not self.active:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, checked_max_norm(max_norm))
         scale, window = self._inspected(optimizer, key, "clip_grad_norm_()", max_norm)
@@ -178,9 +182,9 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         search puts parameters and state back.
         """
         closure = kwargs.get("closure") or (args[0] if args and callable(args[0]) else None)
-        if closure is not None and self._active:
+        if closure is not None and self.active:
             return self._closure_step(optimizer, closure, max_norm, key)
-        if not self._active:
+        if not self.active:
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm)
             self._last = StepResult(Verdict.APPLY, Cause.NONE, 1.0)
@@ -217,7 +221,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 "calls its closure: use skip='each'"
             )
         refuse_nan(optimizer)
-        scale = self._scale_of(key, device)
+        scale = self.scale_of(key, device)
         before, loss_so_far = Snapshot(optimizer), scale.loss
 
         def guarded() -> Any:
@@ -268,7 +272,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
         `new_scale` sets it by hand. Without a step in between there is nothing to do.
         """
-        if not self._active:
+        if not self.active:
             return
         if new_scale is not None:
             self._set_scale(float(new_scale))
@@ -287,12 +291,12 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     def _set_scale(self, new_scale: float) -> None:
         """By hand, for every key; what this window showed is not counted."""
-        rule = with_scale_allowed(self._rule, new_scale)
+        rule = with_scale_allowed(self.rule, new_scale)
         for scale in self._scales.values():
             scale.carry_out_deferred()
             scale.clear()
             scale.put(scale.numbers()._replace(scale=new_scale))
-        self._use_rule(rule)
+        self.use_rule(rule)
 
     def flush(self) -> None:
         """Concludes what a device has not sent yet: it is one step behind. `state_dict` does so
@@ -345,7 +349,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         >>> scaler.calibrate(closure, model=model) == scaler.get_scale() < 2**16
         True
         """
-        return calibrate(self, closure, model, key) if self._active else 1.0
+        return calibrate(self, closure, model, key) if self.active else 1.0
 
     def train_step(
         self,
@@ -381,7 +385,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             )
         if retries:
             self._sharpen()
-        kept = Replay(model, optimizer) if retries and self._active else None
+        kept = Replay(model, optimizer) if retries and self.active else None
         clean_at = 0.0  # a scale at which this batch was clean, if there is one
         for left in range(retries, -1, -1):
             optimizer.zero_grad(set_to_none=True)
@@ -451,14 +455,14 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         >>> window.dropped, w.grad
         ([1], tensor([5.]))
         """
-        scale = self._scale_of(key)
+        scale = self.scale_of(key)
         dropping = DropBad(scale.agree_on_batch, lambda: len(scale.micro))
         if drop_bad and self._settings.sharded is not False:
             raise MisuseError(
                 "drop_bad needs a scaled loss on every rank, micro-batch by micro-batch; with "
                 "sharded= some have none: leave it out, and a bad window is skipped as a whole"
             )
-        self._dropping = dropping if drop_bad and self._active else None
+        self._dropping = dropping if drop_bad and self.active else None
         try:
             yield dropping
             dropping.finish()
@@ -488,7 +492,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         return torch.as_tensor(self._scales[None].home.state.scale, dtype=torch.float32)
 
     def _get_growth_tracker(self) -> int:
-        return int(self._scales[None].numbers().clean) if self._active else 0
+        return int(self._scales[None].numbers().clean) if self.active else 0
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         scale = self._scales[None]

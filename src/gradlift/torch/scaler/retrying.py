@@ -105,7 +105,7 @@ def calibrate(
             with without_trace(model):
                 loss = total(closure())
                 scaler.scale(loss, key=key).backward()
-                scale = scaler._scale_of(key, loss.device)
+                scale = scaler.scale_of(key, loss.device)
                 reading = scale.inspect(looked_at).reading
             assert reading is not None
             before, bad = scale.numbers(), bool(reading.nonfinite)

@@ -149,7 +149,7 @@ def with_scale_allowed(rule: Rule, scale: float) -> Rule:
         raise SettingsError(
             f"new_scale is {scale!r}, expected a number in [{rule.min_scale:g}, {rule.max_scale:g}]"
         )
-    if is_power_of_two(scale) or not rule._powers_only:
+    if is_power_of_two(scale) or not rule.powers_only:
         return rule
     if isinstance(rule, Backoff):
         return dataclasses.replace(rule, powers_of_two=False)
@@ -224,7 +224,8 @@ class DropIn(torch.amp.GradScaler):
             None if sharp == first else sharp,
         )
         self._force_device_path = False  # for tests: CPU tensors take the accelerator's path
-        self._active = self._enabled and not isinstance(first, Off)
+        self.active = self._enabled and not isinstance(first, Off)
+        """Does it scale and check? Else everything passes through."""
         self._begin()
 
     _scales: dict[str | None, Any]
@@ -234,10 +235,24 @@ class DropIn(torch.amp.GradScaler):
         raise NotImplementedError
 
     @property
-    def _rule(self) -> Rule:
+    def rule(self) -> Rule:
+        """The rule that moves the scale.
+
+        >>> import gradlift.torch
+        >>> print(gradlift.torch.GradScaler("cpu", rule="static:8").rule)
+        static:8
+        """
         return self._settings.rule
 
-    def _use_rule(self, rule: Rule) -> None:
+    def use_rule(self, rule: Rule) -> None:
+        """From now on this rule moves the scale, which stays as it is.
+
+        >>> import gradlift.torch
+        >>> scaler = gradlift.torch.GradScaler("cpu", init_scale=8.0)
+        >>> scaler.use_rule(gradlift.rules.parse("static:8"))
+        >>> print(scaler.rule)
+        static:8
+        """
         self._settings.use_rule(rule)
 
     @property
@@ -248,7 +263,7 @@ class DropIn(torch.amp.GradScaler):
     @property
     def _factors(self) -> list[Any]:
         """Growth factor, backoff factor and interval: the rule's, else as given."""
-        rule = self._rule
+        rule = self.rule
         if not isinstance(rule, Backoff):
             return self._arguments
         return [rule.growth_factor, rule.backoff_factor, rule.growth_interval]
@@ -272,14 +287,14 @@ class DropIn(torch.amp.GradScaler):
         self._set_factors(growth_interval=new_interval)
 
     def _set_factors(self, **changes: Any) -> None:
-        if not isinstance(self._rule, Backoff):
+        if not isinstance(self.rule, Backoff):
             raise MisuseError(
-                f"the rule {str(self._rule)!r} has no {', '.join(changes)}: pass a rule with the "
+                f"the rule {str(self.rule)!r} has no {', '.join(changes)}: pass a rule with the "
                 "settings you want"
             )
         if any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items()):
             changes["powers_of_two"] = False
-        self._use_rule(dataclasses.replace(self._rule, **changes))
+        self.use_rule(dataclasses.replace(self.rule, **changes))
 
     @property
     def process_group(self) -> Any:
