@@ -164,17 +164,25 @@ def test_keras_csv_and_console(tmp_path):
         "model.compile('sgd', loss='mse')\n"
         "x = np.random.randn(64, 4).astype('float32')\n"
         "logger = keras.callbacks.CSVLogger('h.csv')\n"
-        "model.fit(x, x[:, :1], epochs=3, verbose=2, callbacks=[logger])\n"
+        "data = x, x[:, :1]\n"
+        "model.fit(*data, epochs=3, verbose=2, callbacks=[logger])\n"
+        "model.evaluate(*data)\n"
+        "model.fit(*data, epochs=2, validation_data=data)\n"
+        "model.evaluate(*data)\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=True, cwd=tmp_path,
         env={**os.environ, "KERAS_BACKEND": "torch"},
     )  # fmt: skip
-    (tmp_path / "run.log").write_text(done.stdout)
+    (tmp_path / "run.log").write_text(done.stdout, encoding="utf-8")
     console, table = read_log(tmp_path / "run.log"), read_log(tmp_path / "h.csv")
     assert console.header["formats"] == ["keras"]
+    (tmp_path / "other.csv").write_text((tmp_path / "h.csv").read_text().replace(",", ";"))
+    assert read_log(tmp_path / "other.csv").steps == table.steps
     assert [s.step for s in table.steps] == [0, 1, 2]
-    assert [s.loss for s in console.steps] == pytest.approx([s.loss for s in table.steps], abs=1e-4)
+    assert [s.step for s in console.steps] == [1, 2, 3, 4, 5]  # with its progress bars
+    losses = [s.loss for s in console.steps[:3]]
+    assert losses == pytest.approx([s.loss for s in table.steps], abs=1e-4)
 
 
 def test_tables_of_other_makers(tmp_path):
@@ -186,6 +194,8 @@ def test_tables_of_other_makers(tmp_path):
     run = read_log(wandb)
     assert (run.steps[0].step, run.steps[0].norm) == (10, 1.5)
     assert run.steps[1].cause is Cause.LOSS_NONFINITE
+    wandb.write_text('"train/global_step","run-1 - train/loss"\n"500","2.5"\n')  # transformers
+    assert [(s.step, s.loss) for s in read_log(wandb).steps] == [(500, 2.5)]
     monitor = tmp_path / "Train_Samples_loss_scale.csv"
     monitor.write_text("step,loss_scale\n32,65536\n64,32768\n")
     assert [s.next_scale for s in read_log(monitor).steps] == [65536.0, 32768.0]

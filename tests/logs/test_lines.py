@@ -40,6 +40,7 @@ OVERFLOWS = [
      "hysteresis is 2. Reducing hysteresis to 1", 16, 16),
     ("deepspeed", "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, "
      "reducing to 65536", 65536, 65536),
+    ("deepspeed", deepspeed(64, 32).replace("scale", "scal    e"), 64, 32),  # wrapped by a terminal
     ("colossalai", "Overflow occurs, the loss scale is adjusted to 32768.0", 65536, 32768),
     ("apex", "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
      65536, 32768),
@@ -76,6 +77,13 @@ STEPS = [
      "(ms): 624.7 | learning rate: 3.000E-05 | approx flops per GPU: 105.1TFLOPS | lm_loss: "
      "9.170946E+00 | loss scale: 32768.0 | number of skipped iterations:   0 | number of nan "
      "iterations:   0 |", {"step": 100, "loss": 9.170946, "lr": 3e-5, "next_scale": 32768.0}),
+    ("megatron", " iteration      122/  250000 | elapsed time per iteration (ms): 86545.2 | "
+     "learning rate 9.150E-06 | lm loss 2.504220E+00 | lm ppl: 1.2E+01 | loss scale 32768.0 |",
+     {"step": 122, "loss": 2.50422, "lr": 9.15e-6, "next_scale": 32768.0}),
+    ("megatron", " [2024-01-01 00:00:00.123456] iteration      122/  250000 | consumed tokens: 9 | "
+     "elapsed time per iteration (s): 86.2 | lm loss: 2.5E+00 | loss scale: 1.0 | grad norm: 0.231 "
+     "| num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+     "samples per second: 1.0 | TFLOPs: 100.1 |", {"step": 122, "loss": 2.5, "norm": 0.231}),
     ("fairseq", "2020-07-17 04:08:14 | INFO | train_inner | epoch 001:    100 / 2952087 "
      "loss=16.348, ppl=83437.5, wps=1, num_updates=100, lr=1e-06, gnorm=4.215, loss_scale=128, "
      "train_wall=22, wall=120",
@@ -87,6 +95,23 @@ STEPS = [
     ("fairseq", 'slurm_procid 0 : 2022-01-01 | INFO | train_inner | {"epoch": 1, "update": 0.01, '
      '"loss": "15.878", "num_updates": "1", "lr": "2.8e-07", "gnorm": "16.981", "loss_scale": "4"}',
      {"step": 1, "loss": 15.878, "norm": 16.981, "next_scale": 4.0}),
+    ("fairseq", "| epoch 001:  3%|#  | 81/887 [10:51<53:53,  2.09it/s, loss=5.7, wps=8.9e+19, "
+     "num_updates=348, lr=0.0002, gnorm=0.5, clip=0, loss_scale=4, train_wall=47, wall=166952]",
+     {"step": 348, "loss": 5.7, "norm": 0.5, "lr": 0.0002, "next_scale": 4.0}),
+    ("fairseq", "2020-07-17 04:08:14 | INFO | train | epoch 002 | loss 9.803 | ppl 3.2 | "
+     "num_updates 200 | lr 1e-06 | gnorm 55.005 | loss_scale 0 | wall 1",
+     {"step": 200, "loss": 9.803, "norm": 55.005, "lr": 1e-6}),
+    ("fairseq", "| epoch 002 | train loss 9.803 | nll_loss 8 | ppl 300 | num_updates 200 | lr "
+     "0.1 | gnorm 1.2 | clip 0% | oom 0 | loss_scale 8.000 | wall 9",
+     {"step": 200, "loss": 9.803, "norm": 1.2, "next_scale": 8.0}),
+    ("fairseq", '2022-01-01 | INFO | train | {"epoch": 1, "train_loss": "9.8", '
+     '"train_num_updates": "12", "train_gnorm": "1.5", "train_loss_scale": "4", "train_lr": "0.1"}',
+     {"step": 12, "loss": 9.8, "norm": 1.5, "lr": 0.1, "next_scale": 4.0}),
+    ("fairseq2", "Train Metrics (step 1,050) - CTC Loss: 540.044 | Gradient Norm: 1.5 | Learning "
+     "Rate: 1e-05 | grad_scale: 0.0625",
+     {"step": 1050, "loss": 540.044, "norm": 1.5, "lr": 1e-5, "next_scale": 0.0625}),
+    ("transformers", "{'loss': 3.9, 'learning_rate': 5e-5, 'epoch': 0.1, 'step': 500}",
+     {"step": 500, "loss": 3.9}),
     ("transformers", trainer("3.923", "1.5"), {"loss": 3.923, "norm": 1.5, "lr": 0.001}),
     ("transformers", trainer(3.923, 1.5, 5e-05, quoted=False), {"loss": 3.923, "lr": 5e-5}),
     ("transformers", "{'loss': 0.5, 'grad_norm': 2.0, 'learning_rate': 1e-4, 'epoch': 1.0, "
@@ -96,7 +121,13 @@ STEPS = [
     ("torchtitan", "[titan] 2026-01-01 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  8.01234  "
      "\x1b[33mgrad_norm:  1.2345  \x1b[36mmemory:  1.00GiB(2.00%)\x1b[0m",
      {"step": 10, "loss": 8.01234, "norm": 1.2345}),
+    ("torchtitan", "[rank0]:2024-08-01 12:00:00,123 - root - INFO - \x1b[36mstep: 10  \x1b[32mloss:"
+     "  7.1234  \x1b[33mmemory: 30.1GiB(32%)", {"step": 10, "loss": 7.1234}),
     ("keras", "10/10 - 1s - 100ms/step - loss: 0.1234", {"loss": 0.1234}),
+    ("keras", "10/10 - 1s - loss: 0.1234 - acc: 0.5 - 1s/epoch - 10ms/step", {"loss": 0.1234}),
+    ("keras", "10/10 - 1s - acc: 0.5 - loss: 0.1234", {"loss": 0.1234}),
+    ("keras", "60000/60000 [=====] - 3s 50us/sample - loss: 0.1234 - acc: 0.9", {"loss": 0.1234}),
+    ("keras", "10/10 \u2501\u2501\u2501 1s 9ms/step - acc: 0.5 - loss: 0.1234", {"loss": 0.1234}),
     ("keras", "20/20 - 0s - 2ms/step - grad_norm: 0.6592 - loss: 0.3 - loss_scale: 8192.0000 - "
      "skipped: 0.0000e+00", {"loss": 0.3, "next_scale": 8192.0, "norm": 0.6592}),
 ]  # fmt: skip
@@ -120,6 +151,10 @@ def test_every_format_of_lines_is_tried_here():
     "{'eval_loss': 1.2, 'eval_runtime': 3.0, 'epoch': 1.0}",
     "{'train_runtime': 12.0, 'train_loss': 2.0, 'epoch': 1.0}",
     "5/10 - 1s - 100ms/step - loss: 0.1234",
+    "Epoch 10/10 - loss: 0.3",
+    "validate step: 10  loss:  7.1234  memory: 30.1GiB(32%)",
+    "2020-07-17 | INFO | valid | epoch 002 | valid on 'valid' subset | loss 9.8 | num_updates 200",
+    "Validation Metrics (step 50) - Loss: 540.044",
     "the loss is 3",
 ])  # fmt: skip
 def test_what_is_no_step_is_none(line, tmp_path):
@@ -201,6 +236,36 @@ def test_megatron_counts_skips_and_bad_losses_since_the_line_before(tmp_path):
     assert (run.steps[1].scale, run.steps[1].next_scale) == (2.0**31, 2.0**30)
     zero = read(tmp_path, megatron(1, 9.0, norm=1.0), megatron(2, 0.0, skipped=1))
     assert math.isnan(zero.steps[1].loss)  # printed if nothing was applied
+
+
+def test_a_skip_for_a_large_norm_is_no_overflow(tmp_path):
+    too_large = "skipping grad norm because it's too large 1234.5"
+    lines = [megatron(1, 2.5, 1.0, 0.5), too_large, megatron(2, None, 1.0, 1234.5, skipped=1)]
+    run = read(tmp_path, *lines, megatron(3, 2.5, 1.0, 0.5))
+    assert [(s.step, s.skipped, s.verdict) for s in run.steps] == [
+        (1, False, Verdict.APPLY), (2, False, None), (3, False, Verdict.APPLY),
+    ]  # fmt: skip
+    assert "1234.5, is above the trainer's limit" in run.events[0].detail["text"]
+    run = read(tmp_path, lines[0], too_large, megatron(100, 2.5, 1.0, 0.5, skipped=3))
+    assert run.skipped == 2
+
+
+def test_colossalai_says_twice_that_a_step_was_skipped(tmp_path):
+    moved, skipped = (
+        "Overflow occurs, the loss scale is adjusted to {}",
+        "Found overflow. Skip step",
+    )
+    first = [skipped, moved.format(32768.0), skipped]  # hysteresis let the first one pass
+    run = read(tmp_path, *first, moved.format(16384.0), skipped, skipped)
+    assert [s.next_scale for s in run.steps][1:] == [32768.0, 16384.0, 16384.0]
+
+
+def test_epochs_of_keras(tmp_path):
+    """`fit` prints the last line again after the validation, and `evaluate` one like it."""
+    line = "3/3 \u2501\u2501\u2501\u2501 0s 9ms/step - loss: {}"
+    fit = ["Epoch 1/2", line.format(0.5), line.format(0.5) + " - val_loss: 0.7", "Epoch 2/2"]
+    run = read(tmp_path, *fit, line.format(0.4), line.format(0.9), *fit, line.format(0.2))
+    assert [(s.step, s.loss) for s in run.steps] == [(1, 0.5), (2, 0.4), (3, 0.5), (4, 0.2)]
 
 
 def test_other_ranks_are_left_out(tmp_path):

@@ -43,6 +43,10 @@ class _Draft:
     culprits: tuple[str, ...] = ()
     key: str = ""
     rank: int | None = None
+    closed: bool = False
+    """The log says nothing more about this overflow."""
+    refused: bool = False
+    """Skipped for a norm above the user's limit, which is no overflow."""
     grown: float | None = None
     """The scale was raised to this before the next step."""
 
@@ -79,6 +83,7 @@ class Assembly:
         self._recent: dict[int, int] = {}  # the last numbers, and their lines
         self._scale: dict[str, float] = {}
         self._skips = 0  # in all, as the log counts
+        self._refused = 0  # skips since the last numbered line that are no overflows
         self._seen_skips = 0  # since the last numbered line
         self._rank: int | None = None
         self._norms = False
@@ -98,6 +103,10 @@ class Assembly:
                 return
         if row.culprit:
             self._culprits.append(row.culprit)
+        elif row.too_large:
+            self._refused += 1
+            text = f"a step was skipped because its norm, {row.norm}, is above the trainer's limit"
+            self.events.append(Event(self._number, "note", {"code": "norm-limit", "text": text}))
         elif row.skipped:
             self._skip(row, line, None if at is None else at + 1)
         elif row.loss is row.norm is None and row.scale is not None and row.next_scale is not None:
@@ -114,6 +123,7 @@ class Assembly:
         if last is not None and self._same(last, row, line, number):
             last.fill(row)
             last.floor |= row.floor
+            last.closed |= row.closes
             if last.number is None:
                 last.number = number
             return
@@ -122,6 +132,7 @@ class Assembly:
             line,
             skipped=True,
             floor=row.floor,
+            closed=row.closes,
             key=row.key,
             rank=row.rank,
         )
@@ -142,6 +153,8 @@ class Assembly:
             return last.halted
         if line - last.line > NEAR or row.key != last.key or row.static:
             return False
+        if row.closes or last.closed:
+            return not last.closed
         if last.scale is None and last.next_scale is None and not last.halted:
             return row.step is None or row.step == last.number
         if row.step is not None and row.step == last.number:
@@ -184,12 +197,16 @@ class Assembly:
         slots = None
         if row.counted and (before is not None or number <= FIRST_STEPS):
             slots = number - (before or 0)
+        refused, self._refused = self._refused, 0
+        if refused and row.skips is not None:
+            row = row._replace(skips=max(0, row.skips - refused))
         self._hide(self._count(row, slots), row.bad_losses, line)
         itself = bool(self._pending) and row.counted and self._about_itself(row, number, slots)
         draft = self._pending.pop() if itself else _Draft(number, line)
         draft.number = number
         draft.fill(row)
         draft.applied = not itself and (row.skips is not None or row.skips_in_all is not None)
+        draft.refused = refused > 0 and slots == 1
         first = (before or 0) + 1
         if before is not None and slots and not self._last_skipped:
             first = max(first, number - len(self._pending))  # as if in a row, up to this line
@@ -296,6 +313,8 @@ class Assembly:
         if d.skipped:
             verdict = Verdict.HALT if d.halted else Verdict.SKIP
             cause = Cause.FLOOR if d.floor else Cause.UNKNOWN_NONFINITE
+        elif d.refused:
+            verdict = None
         elif bad_loss or bad_norm:
             verdict = Verdict.APPLY if d.applied else None
             cause = Cause.UNKNOWN_NONFINITE
@@ -320,7 +339,7 @@ class Assembly:
         self._keep(step, d)
 
     def _keep(self, step: Step, d: _Draft) -> None:
-        if step.verdict is None:
+        if step.verdict is None and step.cause is not Cause.NONE:
             self._unsettled.append(len(self.steps))
         elif step.cause is Cause.NONE:
             sound = d.norm is not None if self._norms else bool(d.loss)
@@ -351,7 +370,9 @@ class Assembly:
             kept = kept[::2]
         self.thinned += len(self.steps) - len(kept)
         self.steps = kept
-        self._unsettled = [i for i, s in enumerate(kept) if s.verdict is None]
+        self._unsettled = [
+            i for i, s in enumerate(kept) if s.verdict is None and s.cause is not Cause.NONE
+        ]
 
     def end(self) -> None:
         """No row will follow."""

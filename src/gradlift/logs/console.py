@@ -25,6 +25,7 @@ _BAR = re.compile(
     r"(?:(?P<label>[^\W\d][^%|]{0,60}):\s{0,9})?(?:\d{1,3}%\|[^|]*\| *)?"
     rf"(?P<done>{I})/(?P<all>{I}) \["
 )
+_BLANKS = re.compile(r" {2,}")
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}?)(?:: (?P<message>.*))?$")
@@ -57,6 +58,7 @@ class Console:
             self._wraps += each.wraps
         self._at: int | None = None
         self._of = self._passed = 0
+        self._epoch = self._epochs_before = 0
         self._cut = ""  # the beginning of a message that a terminal may have cut
         self._trace: _Trace | None = None
         self._ending: dict[str, Any] | None = None
@@ -82,14 +84,11 @@ class Console:
             tried = readers
             if self._cut:
                 line, self._cut, tried = self._joined(line), "", self._readers
-            known = False
-            for piece, read in tried:
-                if piece in line:
-                    for row in read(line):
-                        known = True
-                        self.take(row)
+            known = self._read(line, tried)
             if wraps and not known and any(piece in line for piece in wraps):
-                self._cut = line[-500:]
+                blanks = _BLANKS.sub("", line)  # or the message was cut, and the rest put behind
+                if blanks == line or not self._read(blanks, self._readers):
+                    self._cut = line[-500:]
 
     def end(self) -> None:
         """No line will follow."""
@@ -102,10 +101,32 @@ class Console:
 
     def take(self, row: Row) -> None:
         """A row of the line that was read last."""
+        at = self._at
+        if row.in_epochs:
+            if row.step is not None:
+                self._begin_epoch(row.step)
+                return
+            at = self._epochs_before + self._epoch or None
         self.found[row.format] = self.found.get(row.format, 0) + 1
-        self.assembly.add(row, self.lines, self._at)
+        self.assembly.add(row, self.lines, at)
         if row.loss is not None or row.step is not None:
             self._ending = None  # the run went on after that exception
+
+    def _read(self, line: str, readers: list[tuple[str, Reader]]) -> bool:
+        """Takes the rows of a line; False if there is none."""
+        known = False
+        for piece, read in readers:
+            if piece in line:
+                for row in read(line):
+                    known = True
+                    self.take(row)
+        return known
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """A number that does not rise is that of another call of `fit`."""
+        if epoch <= self._epoch:
+            self._epochs_before += self._epoch
+        self._epoch = epoch
 
     def _progress(self, line: str) -> None:
         """The bar of the training itself has no label; one that is full is followed by the next
@@ -121,7 +142,7 @@ class Console:
     def _joined(self, line: str) -> str:
         """A message that was cut in two, without the blanks that the terminal put in."""
         both = self._cut + line.strip()
-        return re.sub(r" {2,}", "", both)
+        return _BLANKS.sub("", both)
 
     def _follow(self, line: str) -> None:
         trace = self._trace

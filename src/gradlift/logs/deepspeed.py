@@ -23,7 +23,9 @@ _MOVED = re.compile(
 _STEP = re.compile(rf"step=(?P<step>{I}), skipped=(?P<skipped>{I}), lr=\[(?P<lr>{N})?")
 _PIPE = re.compile(rf"steps: (?P<step>{I}) loss: (?P<loss>{N}) ")
 _STATIC = "OVERFLOW! Skipping step. Gradients are non-finite"
-_COLOSSAL = re.compile(rf"Overflow occurs, the loss scale is adjusted to (?P<next>{N})")
+_COLOSSAL = re.compile(
+    rf"Overflow occurs, the loss scale is adjusted to (?P<next>{N})|Found overflow\. Skip step"
+)
 
 
 def _skips(line: str) -> Iterator[Row]:
@@ -80,8 +82,10 @@ def _minimum(line: str) -> Iterator[Row]:
 
 
 def _colossal(line: str) -> Iterator[Row]:
-    found = _COLOSSAL.search(line)
-    yield Row("colossalai", skipped=True, next_scale=number(found["next"]) if found else None)
+    """Verbose, it says so twice: where the scale goes, and that the step is skipped."""
+    for found in _COLOSSAL.finditer(line):
+        scale = number(found["next"])
+        yield Row("colossalai", skipped=True, next_scale=scale, closes=scale is None)
 
 
 FORMATS = (
@@ -112,6 +116,6 @@ FORMATS = (
         "ColossalAI's console",
         ("skips", "scale, if verbose"),
         ("steps", "the loss, the norm"),
-        {"Overflow occurs, the loss scale": _colossal},
+        {"Overflow occurs, the loss scale": _colossal, "Found overflow. Skip": _colossal},
     ),
 )

@@ -20,6 +20,9 @@ _SKIP = re.compile(
 _AMP = re.compile(rf"AMP: overflow detected, setting scale to (?:to )?(?P<next>{N})")
 _PARAMETER = re.compile(r"overflow in param (?P<name>[\w.]{1,300})")
 _SIMPLE = re.compile(rf"epoch {I}:\s+{I} / {I} (?P<rest>\w+=.*)")
+_BAR = re.compile(rf"{I}/{I} \[[^\]]{{3,40}}?, (?P<rest>\w+=[^\]]*)\]")
+_EPOCH = re.compile(rf"epoch {I} \| (?P<rest>(?:train )?loss .*)")
+_METRICS2 = re.compile(r"Train Metrics \(step (?P<step>[\d,]{1,18})\) - (?P<rest>.*)")
 _SKIP2 = re.compile(
     rf"Overflow detected at step (?P<step>{I}), ignoring gradient, decreasing loss scale "
     rf"from (?P<scale>{N}) to (?P<next>{N})"
@@ -46,7 +49,7 @@ def _parameter(line: str) -> Iterator[Row]:
 
 def _metrics(facts: dict[str, object]) -> Iterator[Row]:
     known = {field: number(v) for k, v in facts.items() if (field := field_of(k))}
-    step = whole(facts.get("num_updates"))
+    step = whole(known.get("step"))
     if step is None:
         return
     scale = known.get("next_scale")
@@ -62,10 +65,18 @@ def _metrics(facts: dict[str, object]) -> Iterator[Row]:
 
 
 def _simple(line: str) -> Iterator[Row]:
-    found = _SIMPLE.search(line)
+    found = _SIMPLE.search(line) or _BAR.search(line)
     if found:
         pairs = (part.partition("=") for part in found["rest"].split(", "))
         yield from _metrics({name.strip(): value for name, _, value in pairs})
+
+
+def _epoch(line: str) -> Iterator[Row]:
+    """The means of an epoch, at its last update."""
+    found = _EPOCH.search(line) if "valid" not in line else None
+    if found:
+        pairs = (part.strip().rpartition(" ") for part in found["rest"].split("|"))
+        yield from _metrics({name: value for name, _, value in pairs})
 
 
 def _json(line: str) -> Iterator[Row]:
@@ -74,7 +85,7 @@ def _json(line: str) -> Iterator[Row]:
         facts = json.loads(line[start:]) if start >= 0 else None
     except (ValueError, RecursionError):
         return
-    if isinstance(facts, dict) and "loss" in facts:
+    if isinstance(facts, dict):
         yield from _metrics(facts)
 
 
@@ -95,6 +106,24 @@ def _skips2(line: str) -> Iterator[Row]:
                 skipped=True,
                 floor="next" not in facts,
             )
+
+
+def _metrics2(line: str) -> Iterator[Row]:
+    found = _METRICS2.search(line)
+    if not found:
+        return
+    pairs = [part.strip().rpartition(": ") for part in found["rest"].split("|")]
+    facts = {name.lower(): number(value) for name, _, value in pairs}
+    known = {field: value for name, value in facts.items() if (field := field_of(name))}
+    losses = (value for name, value in facts.items() if name.endswith("loss"))
+    yield Row(
+        "fairseq2",
+        step=whole(found["step"].replace(",", "")),
+        loss=known.get("loss", next(losses, None)),
+        norm=known.get("norm"),
+        lr=known.get("lr"),
+        next_scale=known.get("next_scale"),
+    )
 
 
 def _grown2(line: str) -> Iterator[Row]:
@@ -118,18 +147,20 @@ FORMATS = (
             "overflow detected, ignoring gradient, setting loss scale": _skips,
             "overflow in param ": _parameter,
             "num_updates=": _simple,
-            '"num_updates"': _json,
+            "num_updates ": _epoch,
+            'num_updates"': _json,
             "Minimum loss scale reached": _floor,
         },
     ),
     LineFormat(
         "fairseq2",
         "fairseq2",
-        ("skips", "scale", "step"),
-        ("the loss, if its metrics are not in the same file",),
+        ("skips", "scale", "step", "loss", "norm", "lr"),
+        ("the loss of a single step: a line has the mean since the last",),
         {
             "Overflow detected at step": _skips2,
             "increasing loss scale from": _grown2,
+            "Train Metrics (step": _metrics2,
         },
     ),
 )

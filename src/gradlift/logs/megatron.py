@@ -16,7 +16,9 @@ from .row import Row
 
 _NAME = "megatron"
 _LINE = re.compile(rf"iteration\s+(?P<step>{I})/\s*{I} \|(?P<rest>.*)\|")
-_FIELD = re.compile(rf"([^|:]{{1,60}}): *({N})[^|]{{0,60}}(?:\||$)")
+_FIELDS = (re.compile(rf" *([^:]{{1,60}}): *({N})"), re.compile(rf" *([^:]{{1,60}}?) +({N}) *$"))
+"""With a colon; and, in version 1.0, without."""
+_TOO_LARGE = re.compile(rf"skipping grad norm because it's too large (?P<norm>{N})")
 _LOSSES = ("lm loss", "lm_loss", "loss", "reduced_train_loss", "total loss")
 
 
@@ -24,7 +26,7 @@ def _line(line: str) -> Iterator[Row]:
     found = _LINE.search(line)
     if not found:
         return
-    fields = {name.strip().lower(): number(value) for name, value in _FIELD.findall(found["rest"])}
+    fields = dict(_fields(found["rest"]))
     loss = next((fields[name] for name in _LOSSES if name in fields), None)
     if loss is None:
         loss = next((v for k, v in fields.items() if k.endswith("loss")), None)
@@ -44,6 +46,19 @@ def _line(line: str) -> Iterator[Row]:
     )
 
 
+def _fields(rest: str) -> Iterator[tuple[str, float | None]]:
+    for part in rest.split("|"):
+        found = _FIELDS[":" not in part].match(part)
+        if found:
+            yield found[1].strip().lower(), number(found[2])
+
+
+def _too_large(line: str) -> Iterator[Row]:
+    found = _TOO_LARGE.search(line)
+    if found:
+        yield Row(_NAME, norm=number(found["norm"]), too_large=True)
+
+
 FORMATS = (
     LineFormat(
         _NAME,
@@ -54,6 +69,6 @@ FORMATS = (
             "the loss of a single iteration: a line has the mean of those applied since the last",
             "parameters",
         ),
-        {"elapsed time per iteration": _line},
+        {"elapsed time per iteration": _line, "skipping grad norm because": _too_large},
     ),
 )

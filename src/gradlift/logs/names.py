@@ -7,7 +7,8 @@ from functools import lru_cache
 
 _WORDS = re.compile(r"[\s_\-/.]+")
 _NAMES = {
-    "step": "step, global step, trainer/global step, num updates, iteration, iter, update step",
+    "step": "step, global step, trainer/global step, train/global step, num updates, "
+    "train num updates, iteration, iter, update step",
     "epoch": "epoch, train/epoch",
     "loss": "loss, train loss, train/loss, training loss, loss/train, loss/train/total, lm loss, "
     "train/lm loss, lm loss training/lm loss, train/samples/train loss, batch loss, epoch loss, "
@@ -15,7 +16,7 @@ _NAMES = {
     "train inner/loss, train/global loss, total loss, train/total loss",
     "norm": "grad norm, train/grad norm, gradnorm, gnorm, train inner/gnorm, grad norm/grad norm, "
     "gradient norm, global grad norm, l2 norm/grad/global, total norm, grad norm/total, "
-    "grad 2 norm total, train/gradient norm",
+    "grad 2 norm total, train/gradient norm, train/gnorm",
     "lr": "lr, learning rate, train/learning rate, train/lr, train inner/lr, train/samples/lr, "
     "epoch learning rate, learning rate/learning rate",
     "next_scale": "loss scale, train/loss scale, train/samples/loss scale, train inner/loss scale, "

@@ -15,7 +15,9 @@ def number(text: object) -> float | None:
     >>> number("1e-3"), number("nan."), number("N/A")
     (0.001, nan, None)
     """
-    if isinstance(text, bool) or text is None:
+    if text is None or text.__class__ is float:
+        return text  # type: ignore[return-value]
+    if isinstance(text, bool):
         return None
     try:
         if isinstance(text, str):
@@ -31,7 +33,7 @@ def whole(text: object) -> int | None:
     >>> whole("12"), whole(12.0), whole("-1"), whole("1.5")
     (12, 12, None, None)
     """
-    value = number(text)
+    value = None if text is None else number(text)
     if value is None or not 0 <= value < 2**63 or value != int(value):
         return None
     return int(value)

@@ -36,6 +36,13 @@ class Row(NamedTuple):
     """The scale was at its smallest value."""
     hysteresis: bool = False
     """The overflow did not lower the scale: it used up one of several that are tolerated."""
+    closes: bool = False
+    """Nothing more is said about this overflow: what follows is about the next one."""
+    too_large: bool = False
+    """A step was skipped because its norm was larger than the user allows: that is no overflow."""
+    in_epochs: bool = False
+    """Steps are epochs: the line with a number of its own begins one, and the next ones have what
+    came of it."""
     counted: bool = True
     """Does the log's step number also count steps that were skipped?"""
     rank: int | None = None

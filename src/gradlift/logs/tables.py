@@ -40,12 +40,24 @@ def looks_like_csv(line: str) -> bool:
     >>> looks_like_csv("epoch,step,train_loss"), looks_like_csv("iter 0: loss 4.2, time 97.01ms")
     (True, False)
     """
-    if "," not in line or len(line) > 100_000:
+    if len(line) > 100_000:
         return False
-    names = next(csv.reader([line]), [])
+    names = _cells(line, _separator(line))
     fields = [_column(name) for name in names]
     named = any(f in ("loss", "norm", "lr", "next_scale") for f in fields)
-    return named and not any(number(name) is not None for name in names)
+    return named and len(names) > 1 and not any(number(name) is not None for name in names)
+
+
+def _separator(header: str) -> str:
+    """Keras' CSVLogger takes any."""
+    return max(",;\t", key=header.count)
+
+
+def _cells(line: str, separator: str) -> list[str]:
+    try:
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error:
+        return []
 
 
 def _column(name: str) -> str | None:
@@ -65,16 +77,14 @@ class Table:
 
     def __init__(self, header: str) -> None:
         self._columns: dict[str, list[int]] = {}
-        for i, name in enumerate(next(csv.reader([header]))):
+        self._separator = _separator(header)
+        for i, name in enumerate(_cells(header, self._separator)):
             field = _column(name)
             if field:
                 self._columns.setdefault(field, []).append(i)
 
     def read(self, line: str) -> Iterator[Row]:
-        try:
-            cells = next(csv.reader([line]), [])
-        except csv.Error:
-            return
+        cells = _cells(line, self._separator)
         step = whole(self._first(cells, "step"))
         if step is None and "step" not in self._columns:
             step = whole(self._first(cells, "epoch"))

@@ -14,8 +14,12 @@ from .row import Row
 _DICT = re.compile(r"\{'[^{}]{1,20000}\}")
 _PAIR = re.compile(rf"'([^']{{1,200}})': '?({N})'?(?=[,}}])")
 _NANOGPT = re.compile(rf"(?:^|\s)iter (?P<step>{I}): loss (?P<loss>{N}), time ")
-_TITAN = re.compile(rf"step:\s*(?P<step>{I})\s+loss:\s*(?P<loss>{N})\s+grad_norm:\s*(?P<norm>{N})")
-_KERAS = re.compile(rf"(?P<done>{I})/(?P<all>{I})\s.{{0,300}}?/(?:step|epoch)\b(?P<rest>.*)")
+_TITAN = re.compile(
+    rf"(?<!validate )step:\s*(?P<step>{I})\s+loss:\s*(?P<loss>{N})"
+    rf"\s+(?:grad_norm:\s*(?P<norm>{N})|memory:)"
+)
+_KERAS = re.compile(rf"(?P<done>{I})/(?P<all>{I}) [^\w\s]{{1,200}} (?:- )?\d{{1,9}}s\b(?P<rest>.*)")
+_KERAS_EPOCH = re.compile(rf"^Epoch (?P<epoch>{I})/{I}$")
 _KERAS_PAIR = re.compile(rf" - ([\w/ ]{{1,80}}): ({N})")
 _APEX = re.compile(
     rf"Gradient overflow\.\s+Skipping step, (?:loss scaler (?P<key>{I}) )?"
@@ -33,7 +37,7 @@ def transformers(facts: dict[str, float | None], step: int | None = None) -> Row
     in_all = whole(known.get("skips_in_all"))
     return Row(
         "transformers",
-        step=step,
+        step=whole(known.get("step")) if step is None else step,
         loss=known.get("loss"),
         norm=known.get("norm"),
         lr=known.get("lr"),
@@ -58,8 +62,13 @@ def _nanogpt(line: str) -> Iterator[Row]:
 def _titan(line: str) -> Iterator[Row]:
     found = _TITAN.search(line)
     if found:
-        numbers = number(found["loss"]), number(found["norm"])
-        yield Row("torchtitan", whole(found["step"]), *numbers)
+        yield Row("torchtitan", whole(found["step"]), number(found["loss"]), number(found["norm"]))
+
+
+def _keras_epoch(line: str) -> Iterator[Row]:
+    found = _KERAS_EPOCH.match(line)
+    if found:
+        yield Row("keras", step=whole(found["epoch"]), in_epochs=True)
 
 
 def _keras(line: str) -> Iterator[Row]:
@@ -75,6 +84,7 @@ def _keras(line: str) -> Iterator[Row]:
             loss=known["loss"],
             norm=known.get("norm"),
             next_scale=known.get("next_scale"),
+            in_epochs=True,
         )
 
 
@@ -115,16 +125,16 @@ FORMATS = (
     ),
     LineFormat(
         "torchtitan",
-        "torchtitan to 0.3",
+        "torchtitan 0.1 to 0.3",
         ("step", "loss", "norm"),
         ("the scale, skips",),
-        {"grad_norm:": _titan},
+        {"step:": _titan},
     ),
     LineFormat(
         "keras",
         "Keras 2 and 3: the console of fit, one line an epoch",
         ("loss", "scale, skips and norm (with gradlift's ScaleLogger)"),
         ("steps: an epoch is one", "the loss of a single step: it is the mean of an epoch"),
-        {"/step": _keras, "/epoch": _keras},
+        {" - loss: ": _keras, "Epoch ": _keras_epoch},
     ),
 )
