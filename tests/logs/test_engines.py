@@ -228,6 +228,51 @@ def test_event_files_of_torch(tmp_path):
     assert {s.next_scale for s in run.steps} == {1024.0}
 
 
+TAGS = {
+    "Megatron-LM": ["lm loss", "loss-scale", "grad-norm", "learning-rate"],
+    "BigScience": ["lm-loss-training/lm loss", "loss-scale/loss-scale", "grad-norm/grad-norm"],
+    "GPT-NeoX": ["train/lm_loss", "train/loss_scale", "", "train/learning_rate"],
+    "DeepSpeed": ["Train/Samples/train_loss", "Train/Samples/loss_scale", "", "Train/Samples/lr"],
+    "transformers": ["train/loss", "", "train/grad_norm", "train/learning_rate"],
+    "Keras": ["epoch_loss", "", "", "epoch_learning_rate"],
+    "torchtitan": ["loss_metrics/global_avg_loss", "", "grad_norm"],
+    "composer": ["loss/train/total", "", "l2_norm/grad/global"],
+    "fairseq": ["loss", "loss_scale", "gnorm", "lr"],
+}
+OTHERS = ["lm loss vs samples", "eval/loss", "evaluation_loss_vs_iterations", "val_loss"]
+
+
+@pytest.mark.parametrize("trainer", TAGS)
+def test_the_tags_of_each_trainer(trainer, tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    values = {tag: v for tag, v in zip(TAGS[trainer], (2.5, 1024.0, 0.5, 0.125)) if tag}
+    with SummaryWriter(tmp_path) as writer:
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, 7)
+        for tag in OTHERS:
+            writer.add_scalar(tag, 99.0, 7000)
+    [step] = read_log(tmp_path).steps
+    numbers = (step.loss, step.next_scale, step.norm, step.lr)
+    assert (step.step, [v for v in numbers if v == v]) == (7, list(values.values()))
+
+
+def test_event_files_of_an_evaluation_are_left_out(tmp_path):
+    """Keras and fairseq give validation the same names, in a folder beside; fairseq has the means
+    of epochs in a third one."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folders = {"train_inner": (10, 20, 30), "train": (30,), "valid": (30,), "validation": (10, 20)}
+    for folder, steps in folders.items():
+        with SummaryWriter(tmp_path / folder) as writer:
+            for step in steps:
+                writer.add_scalar("loss", 2.5 if folder == "train_inner" else 9.5, step)
+    run = read_log(tmp_path)
+    assert [(s.step, s.loss) for s in run.steps] == [(10, 2.5), (20, 2.5), (30, 2.5)]
+    assert run.events == []
+    assert read_log(tmp_path / "valid").steps[0].loss == 9.5
+
+
 def test_event_files_of_tensorflow(tmp_path):
     """TensorFlow writes a scalar as a tensor. A process of its own: torch is in this one."""
     script = (

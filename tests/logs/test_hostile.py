@@ -11,7 +11,7 @@ from helpers.logs import deepspeed, deepspeed_step, file, megatron, trainer
 
 from gradlift import diagnose
 from gradlift.cli._group import gradlift
-from gradlift.cli._view import Tail
+from gradlift.cli._view import FindingsSoFar, Tail
 from gradlift.errors import JournalError
 from gradlift.logs import LogReader, assembly, read_log
 from gradlift.report import html
@@ -198,3 +198,70 @@ def test_a_growing_log_is_followed(tmp_path):
         [lane] = tail.view.frame(0.0).lanes
         assert lane.last.step == last - 1  # the last line may still be added to
     assert tail.view.frame(0.0).resumes == 0
+    with open(path, "a") as out:
+        out.writelines(deepspeed_step(i, 0) + "\n" for i in range(10, 15))
+    tail.look()
+    assert tail.view.frame(0.0).resumes == 1
+
+
+def test_a_log_that_says_nothing_yet_is_waited_for(tmp_path):
+    path = file(tmp_path / "run.log", ["loading data"])
+    found = FindingsSoFar(path)
+    assert found.look(13) == []
+    done = CliRunner().invoke(gradlift, ["watch", "--once", str(path)])
+    assert done.exit_code == 2
+    assert "no line is of a known format" in done.output
+    lines = [f"iter {i}: loss {2.5 if i < 9 else 'nan'}, time 9ms" for i in range(20)]
+    file(path, lines)
+    assert [f.kind for f in found.look(999)] == ["forward-nan"]
+
+
+def scalars(path, steps):
+    """A TensorBoard event file with a loss a step."""
+    for step in steps:
+        scalar = b"\x0a\x04loss\x15" + struct.pack("<f", 2.5)
+        summary = b"\x0a" + bytes([len(scalar)]) + scalar
+        payload = b"\x10" + bytes([step, 0x2A, len(summary)]) + summary
+        with open(path, "ab") as out:
+            out.write(record(payload))
+
+
+def test_growing_files_that_are_no_text_are_followed(tmp_path):
+    """Event files, a folder, a trainer_state.json, which is replaced."""
+    folder = tmp_path / "out"
+    tail = Tail(folder)
+    assert not tail.look()
+    folder.mkdir()
+    assert not tail.look()
+    events, state = folder / "events.out.tfevents.1.host", tmp_path / "trainer_state.json"
+
+    def last(tail):
+        tail._not_before = 0.0  # as if enough time had passed
+        assert tail.look()
+        return [lane.last.step for lane in tail.view.frame(0.0).lanes]
+
+    assert not Tail(events).look()
+    for step in (7, 9):
+        scalars(events, [step])
+        assert last(tail) == last(Tail(events)) == [step]
+    assert tail.view.frame(0.0).lanes[0].steps == 2
+    tail = Tail(state)
+    for text, seen in (("{", []), ('{"log_history": [{"loss": 2.5, "step": 500}]}', [500])):
+        state.write_text(text)
+        assert last(tail) == seen
+    for path in (folder, events, state):
+        done = CliRunner().invoke(gradlift, ["watch", "--once", str(path)])
+        assert (done.exit_code, "log of t" in done.output) == (0, True)
+
+
+def test_a_pattern_holds_for_every_command(tmp_path):
+    path = str(file(tmp_path / "run.log", ["s=1 l=2.5", "s=2 l=2.25"]))
+    words = ["--pattern", r"s=(?P<step>\d+) l=(?P<loss>\S+)"]
+    for command in (["doctor"], ["report", "--text"], ["watch", "--once"], ["compare", path]):
+        done = CliRunner().invoke(gradlift, [*command, path, *words])
+        assert done.exit_code == 0, done.output
+        assert "2.5" in done.output or command == ["doctor"]
+        assert CliRunner().invoke(gradlift, [*command, path]).exit_code == 2
+        done = CliRunner().invoke(gradlift, [*command, path, "--format", "nanogpt"])
+        assert done.exit_code == 2
+        assert "Traceback" not in done.output

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..analysis.diagnosis import Finding, diagnose
-from ..errors import JournalError, JournalWarning
+from ..errors import JournalError, JournalWarning, LogError
 from ..formats import FP16
 from ..journal import Run, Sample, Step
 from ..journal.reader import add_lines, check_head, is_journal, journal_at, open_journal
 from ..journal.validation import Distinct
-from ..logs import LogReader, read_run
+from ..logs import LogReader, read_log, read_run, sizes, whole_file
 
 _BLOCK = 2**22  # bytes parsed at a time, so that a long journal is never in memory as a whole
 _RECENT = 50  # steps that throughput is taken over
@@ -166,14 +166,23 @@ class Trail:
 
 class Tail:
     """Reads what was appended to a journal, or to somebody's log, since the last call; an
-    unfinished line is kept.
+    unfinished line is kept. A log that is no text is read again as a whole when it has changed, and
+    not more often than takes a tenth of the time.
 
     >>> Tail("nowhere").look()
     False
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        pattern: str | None = None,
+    ) -> None:
+        self.path, self._format, self._pattern = Path(path), format, pattern
+        self._not_before = 0.0
+        self.of_log = False
         self._begin()
 
     def _begin(self, file: int | None = None) -> None:
@@ -187,7 +196,10 @@ class Tail:
         """Reads new lines; False while there is no journal."""
         path = journal_at(self.path)
         try:
+            if whole_file(self.path) and (path == self.path or not path.exists()):
+                return self._look_at_all()
             log = path.suffix != ".jsonl" and not is_journal(path)
+            self.of_log = log = log or bool(self._format or self._pattern)
             with open_journal(path) as file:
                 now = os.fstat(file.fileno())
                 if now.st_ino != self._file or now.st_size < self._at:
@@ -210,9 +222,27 @@ class Tail:
         """Bytes read so far."""
         return self._at
 
+    def _look_at_all(self) -> bool:
+        try:
+            size, changed = sizes(self.path)
+        except (LogError, OSError):
+            return False  # a folder that is still empty, or not there
+        begun = time.monotonic()
+        if (size, changed) != (self._at, self.changed) and begun >= self._not_before:
+            try:
+                run = read_log(self.path, format=self._format, pattern=self._pattern)
+            except LogError:
+                run = Run()  # half written, or nothing that is known yet
+            self._begin()
+            self.view.add(run)
+            self._at, self.changed = size, changed
+            self._not_before = time.monotonic() + (time.monotonic() - begun) / _SHARE
+        return True
+
     def _take_log(self, block: bytes) -> None:
         self._at += len(block)
-        self._log = self._log or LogReader()
+        formats = (self._format,) if self._format else ()
+        self._log = self._log or LogReader(formats, self._pattern)
         self._log.feed(block)
         self.view.add(self._log.new())
 
@@ -235,8 +265,14 @@ class FindingsSoFar:
     []
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        pattern: str | None = None,
+    ) -> None:
+        self.path, self._format, self._pattern = Path(path), format, pattern
         self._found: list[Finding] = []
         self._read, self._not_before = 0, 0.0
 
@@ -247,7 +283,11 @@ class FindingsSoFar:
             return self._found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JournalWarning)  # its last line may be half written
-            found = diagnose(read_run(self.path))
+            try:
+                run = read_run(self.path, format=self._format, pattern=self._pattern)
+            except LogError:
+                return self._found  # no line of a known format yet
+            found = diagnose(run)
         self._read = read
         self._found = [f for f in found if f.kind != "killed"]  # it has no ending yet
         self._not_before = time.monotonic() + (time.monotonic() - now) / _SHARE

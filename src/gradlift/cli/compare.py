@@ -19,12 +19,16 @@ from ..logs import read_run
 from ..report.page.comparison import comparison
 from ..report.story import title
 from ..text import visible
+from .doctor import log_options
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page of two runs here.")
-def compare(runs: tuple[Path, ...], html: Path | None) -> None:
+@log_options
+def compare(
+    runs: tuple[Path, ...], html: Path | None, log_format: str | None, pattern: str | None
+) -> None:
     """Print the figures of RUNS side by side: scale, skips, loss, flushed share, step time.
 
     With --html FILE, two runs on one page: what differs first, and their charts on each other.
@@ -33,7 +37,7 @@ def compare(runs: tuple[Path, ...], html: Path | None) -> None:
         raise click.UsageError("compare needs two runs or more; `gradlift report` shows one")
     if html is not None and len(runs) != 2:
         raise click.UsageError(f"--html shows two runs, and {len(runs)} were given")
-    recorded = [read_run(run) for run in runs]
+    recorded = [read_run(run, format=log_format, pattern=pattern) for run in runs]
     if html is not None:
         first, second = names(recorded)
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -19,6 +20,28 @@ from ..report.screen import ScreenLine, in_full, screen
 
 _STYLES = {"broken": "bold red", "warning": "bold yellow", "hint": "bold cyan", "bold": "bold"}
 _LEAST_WIDTH = 40
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def log_options(command: Command) -> Command:
+    """Adds --format and --pattern, which say how a log is read.
+
+    >>> @log_options
+    ... def read(log_format, pattern): ...
+    >>> [option.name for option in read.__click_params__]
+    ['pattern', 'log_format']
+    """
+    formats = click.option(
+        "--format",
+        "log_format",
+        type=click.Choice([each.name for each in FORMATS]),
+        help="The format of a log, where it is not recognised.",
+    )
+    pattern = click.option(
+        "--pattern",
+        help=r"An expression for a log's lines: 'step (?P<step>\d+).*loss (?P<loss>\S+)'.",
+    )
+    return formats(pattern(command))
 
 
 def _print_schema(context: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -39,15 +62,7 @@ def _print_schema(context: click.Context, option: click.Parameter, wanted: bool)
     help="The JSON Schema of --json; RUN is not needed.",
 )
 @click.option("--events", "every_event", is_flag=True, help="A line for each skipped step.")
-@click.option(
-    "--format",
-    "log_format",
-    type=click.Choice([each.name for each in FORMATS]),
-    help="The format of a log, where it is not recognised.",
-)
-@click.option(
-    "--pattern", help=r"An expression for a log's lines: 'step (?P<step>\d+).*loss (?P<loss>\S+)'."
-)
+@log_options
 @click.option("-v", "--verbose", is_flag=True, help="Every finding in full.")
 @click.option(
     "--fail-on",

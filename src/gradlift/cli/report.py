@@ -14,6 +14,7 @@ from ..logs import read_run
 from ..observe.folder import write_file
 from ..report.private import without_source
 from ..text import visible
+from .doctor import log_options
 
 
 @click.command()
@@ -22,12 +23,20 @@ from ..text import visible
 @click.option("--text", "form", flag_value="text", help="Plain text instead of a web page.")
 @click.option("--json", "form", flag_value="json", help="JSON instead of a web page.")
 @click.option("--no-source", is_flag=True, help="Leave out code, lines, command and paths.")
-def report(run: Path, output: Path | None, form: str | None, no_source: bool) -> None:
+@log_options
+def report(
+    run: Path,
+    output: Path | None,
+    form: str | None,
+    no_source: bool,
+    log_format: str | None,
+    pattern: str | None,
+) -> None:
     """Write the report of RUN: a journal, a run's folder, or the log of another trainer.
 
     A web page is written beside the journal unless -o names a file; text and JSON are printed.
     """
-    recorded = read_run(run)
+    recorded = read_run(run, format=log_format, pattern=pattern)
     journal = recorded.path or run
     if no_source:
         recorded = without_source(recorded)

@@ -16,8 +16,10 @@ from rich.text import Text
 from ..analysis.diagnosis import Finding
 from ..analysis.words import bits, duration, number, percent, power, sparkline
 from ..errors import JournalError
+from ..logs import read_run
 from ..text import visible
 from ._view import FindingsSoFar, Frame, Lane, Tail
+from .doctor import log_options
 
 _COLOURS = {"broken": "bold red", "warning": "bold yellow", "hint": "cyan"}
 
@@ -32,12 +34,19 @@ _COLOURS = {"broken": "bold red", "warning": "bold yellow", "hint": "cyan"}
     show_default=True,
     help="Seconds between two updates.",
 )
-def watch(run: str, once: bool, interval: float) -> None:
+@log_options
+def watch(
+    run: str, once: bool, interval: float, log_format: str | None, pattern: str | None
+) -> None:
     """Show a running job. RUN is its folder, its journal or its log. Ctrl-C ends."""
-    tail, doctor, console = Tail(run), FindingsSoFar(run), Console()
+    tail = Tail(run, format=log_format, pattern=pattern)
+    doctor = FindingsSoFar(run, format=log_format, pattern=pattern)
+    console = Console()
     if once:
         if not tail.look():
             raise JournalError(f"cannot read {run}: there is no journal yet")
+        if tail.of_log and not tail.view.frame(0.0).lanes:
+            read_run(run, format=log_format, pattern=pattern)  # raises if it is no log at all
         console.print(_now(tail, doctor, run))
         return
     try:

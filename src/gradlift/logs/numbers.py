@@ -16,7 +16,7 @@ def number(text: object) -> float | None:
     (0.001, nan, None)
     """
     if text is None or text.__class__ is float:
-        return text  # type: ignore[return-value]
+        return text
     if isinstance(text, bool):
         return None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FORMATS: tuple[LineFormat | FileFormat, ...] = (*LINE_FORMATS, CSV, STATE, TENSO
 
 _BLOCK = 2**22  # bytes
 _STATE = "trainer_state.json"
+_EVALUATION = re.compile(r"(?i:val|valid\d*|validation|eval|evaluation|test)")
 _MOST_FILES = 1000  # of a folder
 _NUMBERS = ("loss", "norm", "lr", "scale", "next_scale")  # of a step; NaN where not known
 
@@ -85,6 +87,22 @@ def read_log(
     return Run(run.header, run.steps, events=run.events, path=Path(several[0]))
 
 
+def whole_file(path: str | os.PathLike[str]) -> bool:
+    """Is this read as a whole, and not line by line: a folder, event files, trainer_state.json?
+
+    >>> whole_file("trainer_state.json"), whole_file("train.log")
+    (True, False)
+    """
+    path = Path(path)
+    return path.is_dir() or path.name == _STATE or is_event_file(path.name)
+
+
+def sizes(path: str | os.PathLike[str]) -> tuple[int, float]:
+    """Bytes and the latest time of change of the logs that `read_log` reads here."""
+    found = [file.stat() for file in _files(Path(path))]
+    return sum(each.st_size for each in found), max(each.st_mtime for each in found)
+
+
 class LogReader:
     """A console's log or a table that may grow: bytes in, steps out.
 
@@ -101,19 +119,21 @@ class LogReader:
         self._table: Table | None = None
         self._tables = not pattern and (not formats or CSV.name in formats)
         self._begun = self._named = False
-        self._given = 0
+        self._given = self._told = 0
 
     def feed(self, block: bytes) -> None:
         """Reads the lines that this block ends."""
         self._take(self._lines.feed(block))
 
     def new(self) -> Run:
-        """The steps since the last call; those that the next lines may still change are left."""
-        steps = self._console.assembly.steps
+        """The steps and resumes since the last call; a step that the next lines may still add to
+        is left."""
+        steps, events = self._console.assembly.steps, self._console.assembly.events
         given, self._given = min(self._given, len(steps)), len(steps)
+        told, self._told = self._told, len(events)
         header = self._header() if self._console.found and not self._named else {}
         self._named |= bool(header)
-        return Run(header, steps[given:])
+        return Run(header, steps[given:], events=events[told:])
 
     def end(self) -> Run:
         """Everything; no block will follow."""
@@ -161,6 +181,8 @@ def _files(path: Path) -> Iterator[Path]:
         if len(inside) > _MOST_FILES:
             break
     inside = [file for file in inside[:_MOST_FILES] if not file.is_symlink()]
+    inner = {file.parent.parent for file in inside if file.parent.name == "train_inner"}
+    inside = [f for f in inside if not _of_an_evaluation(f, path, inner)] or inside
     states = [file for file in inside if file.name == _STATE]
     found = [file for file in inside if is_event_file(file.name) or file.suffix == ".csv"]
     found += [max(states, key=lambda file: file.stat().st_mtime)] if states else []
@@ -171,6 +193,14 @@ def _files(path: Path) -> Iterator[Path]:
             ".txt file"
         )
     yield from found
+
+
+def _of_an_evaluation(file: Path, folder: Path, inner: set[Path]) -> bool:
+    """Is it in a folder of the validation's numbers, which have the same names (Keras, fairseq)?
+    fairseq's `train` has the means of epochs, and `train_inner` beside it the training itself."""
+    names = file.relative_to(folder).parts[:-1]
+    epochs = file.parent.name == "train" and file.parent.parent in inner
+    return epochs or any(_EVALUATION.fullmatch(name) for name in names)
 
 
 def _read(path: Path, formats: Sequence[str], pattern: str | None) -> Run:
