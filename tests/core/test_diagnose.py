@@ -633,3 +633,16 @@ def test_something_is_added_to_gradients_that_carry_the_scale():
     assert kinds(run) == ["unscale-missing"]
     run.header["world_size"] = 2  # ranks may average them by hand
     assert kinds(run) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("No inf checks were recorded for this optimizer.", "detached-layer"),
+        ("No inf checks were recorded prior to update.", "update-twice"),
+    ],
+)
+def test_an_error_of_torch_has_a_kind_of_its_own(message, kind):
+    """The first is raised by step(), of an optimizer without a gradient; the second by update()."""
+    detail = {"how": "exception", "type": "AssertionError", "message": message}
+    assert only(Run(steps=clean(4), events=[Event(None, "end", detail)])).kind == kind

@@ -17,6 +17,13 @@ _KNOWN = (  # part of a message, the kind that it shows, its title, its cure
         "Call scaler.update() after scaler.step(), in every iteration.",
     ),
     (
+        "No inf checks were recorded for this optimizer",
+        "detached-layer",
+        "The optimizer has no gradients at all",
+        "Look for what keeps them away: a zero_grad() behind backward(), detach() or no_grad(), a "
+        "model that was copied or replaced after the optimizer was made.",
+    ),
+    (
         "No inf checks were recorded",
         "update-twice",
         "update() is called without a step before it",
