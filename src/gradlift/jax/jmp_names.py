@@ -1,4 +1,4 @@
-"""jmp's names, so that its loops run after a change of import."""
+"""jmp's names, so that its loops run after a change of import: its trees, its types, its scales."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import MisuseError, warn
-from ..reading import Reading
-from ..rules import Backoff, ScaleState
+from ..rules import Backoff
 from ..rules.base import LARGEST, SMALLEST, is_power_of_two
 from .finite_checking import leaves_of, look, type_of
-from .scaler import arrays, unscaled
 from .selection import chosen
+
+
+class PredicateError(MisuseError, AssertionError):
+    """Not one boolean; jmp raises an AssertionError.
+
+    >>> select_tree(jnp.ones(2, bool), {}, {})
+    Traceback (most recent call last):
+    gradlift.jax.jmp_names.PredicateError: pred is bool[2], expected boolean scalar
+    """
 
 
 def all_finite(tree: Any) -> Any:
@@ -40,14 +48,11 @@ def select_tree(pred: Any, a: Any, b: Any) -> Any:
     >>> select_tree(jnp.array(False), {"w": jnp.zeros(1)}, {"w": jnp.ones(1)})["w"].tolist()
     [1.0]
     """
-    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
-        raise MisuseError(
-            f"pred is {jnp.result_type(pred)}{list(jnp.shape(pred))}, expected one boolean"
-        )
+    _check_boolean(pred, "pred")
     return chosen(pred, a, b)
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale:
     """jmp's: no scale at all.
@@ -70,63 +75,90 @@ class NoOpLossScale:
         return self
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
-    """jmp's: one scale for ever. It scales and unscales in float32.
+    """jmp's: one scale for ever, no leaf of a tree. Types are those of `x * loss_scale`.
 
     >>> scale = StaticLossScale(8.0)
-    >>> float(scale.unscale(scale.scale(jnp.float16(0.5))))
-    0.5
+    >>> scale.unscale(scale.scale(jnp.float16(0.5)))
+    Array(0.5, dtype=float16)
+    >>> jax.tree.leaves(scale)
+    []
     """
 
     loss_scale: Any
 
     def __post_init__(self) -> None:
         check_power_of_two(self.loss_scale, "loss_scale")
+        object.__setattr__(self, "loss_scale", _hashable(self.loss_scale))
 
     def scale(self, tree: Any) -> Any:
-        return unscaled(tree, jnp.asarray(self.loss_scale, jnp.float32))
+        return _times(tree, self.loss_scale)
 
     def unscale(self, tree: Any) -> Any:
-        return unscaled(tree, 1 / jnp.asarray(self.loss_scale, jnp.float32))
+        return _times(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> Any:
+    def adjust(self, grads_finite: Any) -> StaticLossScale:
         return self
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss_scale", "counter"],
+    meta_fields=["period", "factor", "min_loss_scale"],
+)
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(StaticLossScale):
-    """jmp's rule, with every field carried through `jit`.
+class DynamicLossScale:
+    """jmp's rule. Two leaves as in jmp; `min_loss_scale` is carried through `jit` with them.
 
         finite:     counter <- counter + 1; at `period`: loss_scale * factor, counter <- 0
         not finite: loss_scale <- max(min_loss_scale, loss_scale / factor), counter <- 0
 
+    The scale keeps its type. It never becomes inf, nor less than its type's smallest normal number.
+
     >>> scale = DynamicLossScale(jnp.float32(8), period=1)
-    >>> float(scale.adjust(jnp.array(True)).loss_scale)
-    16.0
+    >>> float(scale.adjust(jnp.array(True)).loss_scale), len(jax.tree.leaves(scale))
+    (16.0, 2)
     """
 
     loss_scale: Any
-    counter: Any = dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.int32))
-    period: int = dataclasses.field(default=2000, metadata={"static": True})
-    factor: int = dataclasses.field(default=2, metadata={"static": True})
-    min_loss_scale: Any = dataclasses.field(default_factory=lambda: jnp.ones((), jnp.float32))
+    counter: Any = dataclasses.field(default_factory=lambda: np.zeros((), np.int32))
+    period: int = 2000
+    factor: int = 2
+    min_loss_scale: Any = dataclasses.field(default_factory=lambda: np.float32(1))
 
     def __post_init__(self) -> None:
+        _check_floating(self.loss_scale, "loss_scale")
+        _check_floating(self.min_loss_scale, "min_loss_scale")
         check_power_of_two(self.loss_scale, "loss_scale")
         check_power_of_two(self.factor, "factor")
+        if isinstance(self.min_loss_scale, jax.core.Tracer):
+            raise MisuseError(
+                "min_loss_scale is traced, and is no leaf of a loss scale, so it could not leave "
+                "this jit: give it as a number or a NumPy scalar, such as np.float32(1)"
+            )
+        object.__setattr__(self, "min_loss_scale", _hashable(self.min_loss_scale))
+
+    def scale(self, tree: Any) -> Any:
+        return _times(tree, self.loss_scale)
+
+    def unscale(self, tree: Any) -> Any:
+        return _times(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> DynamicLossScale:
         """The next one, after a step whose gradients were finite or not."""
-        rule = rule_of(self.factor, 1 / self.factor, self.period)
-        state = arrays(ScaleState(self.loss_scale, clean=self.counter, left=1))
-        finite = jnp.asarray(grads_finite)
-        after = rule.advance(state, Reading(~finite, jnp.float32(1)), jnp)
-        floor = jnp.asarray(self.min_loss_scale, jnp.float32)
-        scale = jnp.where(finite, after.scale, jnp.maximum(after.scale, floor))
-        return dataclasses.replace(self, loss_scale=scale, counter=after.clean)
+        finite = jnp.asarray(grads_finite, bool)
+        _check_boolean(finite, "grads_finite")
+        scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
+        clean = counter + 1
+        due = clean >= self.period
+        grown = jnp.where(due & jnp.isfinite(scale * self.factor), scale * self.factor, scale)
+        least = jnp.maximum(self.min_loss_scale, jnp.finfo(scale.dtype).smallest_normal)
+        lowered = jnp.maximum(least, scale / self.factor)
+        after = jnp.where(finite, grown, lowered).astype(scale.dtype)
+        counter = jnp.where(finite & ~due, clean, 0).astype(counter.dtype)
+        return dataclasses.replace(self, loss_scale=after, counter=counter)
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
@@ -157,3 +189,30 @@ def _warn(name: str, value: float) -> None:
         f"{name} is {value!r}, not a power of two, so every gradient is rounded once more when it "
         "is unscaled"
     )
+
+
+def _check_floating(value: Any, name: str) -> None:
+    """Warns of whole numbers as jmp does. What JAX puts in place of a leaf passes."""
+    if isinstance(value, (bool, int)) or hasattr(value, "dtype"):
+        dtype = jnp.result_type(value)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            warn(
+                f"Expected floating type for {name}, got {dtype}: write it as a float, such as "
+                "jnp.float32(2**15)"
+            )
+
+
+def _check_boolean(value: Any, name: str) -> None:
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != () or dtype != jnp.bool_:
+        raise PredicateError(f"{name} is {dtype}{list(shape)}, expected boolean scalar")
+
+
+def _times(tree: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda x: x * factor, tree)
+
+
+def _hashable(value: Any) -> Any:
+    """A number that can be part of a tree's structure, with the type it had."""
+    concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, jax.core.Tracer)
+    return np.asarray(value)[()] if concrete else value

@@ -19,6 +19,7 @@ _SHORT = {
     "f64": "float64",
 }
 _PARTS = {"p": "params", "c": "compute", "o": "output"}
+_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "full", "float64": "f64"}
 
 
 @jax.tree_util.register_static
@@ -35,7 +36,7 @@ class Policy:
     >>> policy.cast_to_compute({"w": jnp.ones(2), "n": jnp.arange(2)})["w"].dtype
     dtype('float16')
     >>> print(policy)
-    params=float32,compute=float16,output=float32
+    p=full,c=f16,o=full
     """
 
     param_dtype: Any
@@ -68,7 +69,7 @@ class Policy:
 
     def __str__(self) -> str:
         types = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        return ",".join(f"{part}={d.name}" for part, d in zip(_PARTS.values(), types))
+        return ",".join(f"{part}={_NAMES.get(d.name, d.name)}" for part, d in zip(_PARTS, types))
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -133,7 +134,7 @@ def _dtype(what: Any) -> Any:
         dtype = jnp.dtype(_SHORT.get(what, what) if isinstance(what, str) else what)
     except TypeError as error:
         raise SettingsError(
-            f"{what!r} is no type; a policy is made of such as float16, bf16, half, full"
+            f"Unknown dtype {what!r}: a policy is made of such as float16, bf16, half, full"
         ) from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise SettingsError(f"{what!r} is no floating-point type, such as float16 or float32")
