@@ -154,11 +154,10 @@ def route_b():
     tx = gl.wrap(optax.adam(0.1), "dynamic:init_scale=16", axis_name="d")
 
     def step(params, state, x):
-        def scaled(p):
-            loss = lax.pmean(loss_fn(p, x[0]), "d")
-            return gl.scale_loss(loss, state), loss
+        def average(p):
+            return lax.pmean(loss_fn(p, x[0]), "d")
 
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+        loss, grads = jax.value_and_grad(gl.scaled(average, state))(params)
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 

@@ -138,7 +138,7 @@ class Wrapped(Explicit):
         "amax": Explicit.CANNOT["amax"],
         "micro_batch": Explicit.CANNOT["micro_batch"],
         "retries": "the optimizer sees gradients, not the batch",
-        "half_loss": "scale_loss refuses a float16 loss if the scale may pass 2^15",
+        "half_loss": "scaled refuses a float16 loss if the scale may pass 2^15",
     }
     half = train = None
 
@@ -158,15 +158,13 @@ class Wrapped(Explicit):
             _, after = tx.update({}, tx.init({})._replace(scaler=state.scaler), {}, value=losses)
             return after.scaler, state._replace(scaler=after.scaler), params, after.result
 
-        def scaled(params, loss, grads):
-            return gl.scale_loss(given(params, loss, grads), state)
-
+        backward = jax.grad(gl.scaled(given, state))
         if losses.ndim:
             parts = [jax.tree.map(lambda x, i=i: x[i], grads) for i in range(len(losses))]
-            each = [jax.grad(scaled)(params, loss, g) for loss, g in zip(losses, parts)]
+            each = [backward(params, loss, g) for loss, g in zip(losses, parts)]
             total = jax.tree.map(lambda *g: sum(g), *each)
         else:
-            total = jax.grad(scaled)(params, losses, grads)
+            total = backward(params, losses, grads)
         updates, state = tx.update(total, state, params, value=losses)
         return state.scaler, state, optax.apply_updates(params, updates), state.result
 

@@ -27,7 +27,7 @@ def test_masters(dtype, route):
             _, grads, _, result = gl.value_and_grad(loss)(gl.Scaler("static:8"), params)
             return gl.apply(tx, grads, state, params, result)
         held = wrapped.init(params)._replace(inner=state)
-        grads = jax.grad(lambda p: gl.scale_loss(loss(p), held))(params)
+        _, grads, _, _ = gl.value_and_grad(loss)(held.scaler, params)
         updates, held = wrapped.update(grads, held, params)
         return optax.apply_updates(params, updates), held.inner
 

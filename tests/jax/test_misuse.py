@@ -11,26 +11,90 @@ from helpers.jax import OPT
 import gradlift.jax as gl
 from gradlift.errors import MisuseError, SettingsError, StateError
 
-
 # Mixing routes, tracing, carrying
-def test_the_routes_do_not_mix():
-    params = jnp.ones(2)
-    tx = gl.wrap(optax.sgd(0.1), "static:8")
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+def routes(optimizer, state, loss):
+    """Weights after a step, each by another mixture of scales, all at 2^16."""
+    other = gl.wrap(optimizer, "static:2^16").init(jnp.ones(2))
+    chained = gl.scaled(gl.scaled(loss, state), other)  # twice
+    _, true, _, _ = gl.value_and_grad(loss)(state.scaler, jnp.ones(2))
+    yield "one", jax.grad(gl.scaled(loss, state))(jnp.ones(2))
+    yield "another", jax.grad(gl.scaled(loss, other))(jnp.ones(2))
+    yield "twice", jax.grad(chained)(jnp.ones(2))
+    yield "never", jax.grad(loss)(jnp.ones(2))
+    yield "route A's", true
+    yield (
+        "in a jit of its own",
+        jax.jit(lambda s, p: jax.grad(gl.scaled(loss, s))(p))(state, jnp.ones(2)),
+    )
+
+
+def test_no_mixture_of_scales_moves_the_weights_elsewhere():
+    """The scale exists inside `scaled` only, so what leaves it is the true gradient."""
+    loss = lambda p: jnp.square(p).sum() * 3
+    tx = gl.wrap(optax.sgd(0.125), "static:2^16")
+    state = tx.init(jnp.ones(2))
+    for how, grads in routes(optax.sgd(0.125), state, loss):
+        assert grads.tolist() == [6.0, 6.0], how
+        updates, _ = tx.update(grads, state, jnp.ones(2), value=loss(jnp.ones(2)))
+        assert updates.tolist() == [-0.75, -0.75], how
+        clipped, _ = tx.update(CLIP.update(grads, CLIP.init(None))[0], state, jnp.ones(2))
+        assert clipped.tolist() == pytest.approx([-0.125 / 2**0.5] * 2), how
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        lambda tx: optax.chain(CLIP, tx),
+        lambda tx: optax.chain(optax.clip(1.0), tx, optax.scale(2.0)),
+        lambda tx: optax.chain(optax.chain(optax.identity(), tx)),
+        lambda tx: optax.named_chain(("a clip", CLIP), ("tx", tx)),
+    ],
+    ids=["norm", "value", "inner", "named"],
+)
+def test_a_transform_in_front_of_a_wrapped_optimizer_is_refused(front):
+    """`clip` would turn an overflow into 1.0, and the step would be applied."""
+    tx = front(gl.wrap(optax.sgd(0.1), "static:8"))
+    state = tx.init(jnp.ones(2))
+    with pytest.raises(MisuseError, match=r"Put the chain inside: wrap\(optax.chain\("):
+        jax.grad(gl.scaled(jnp.sum, state))(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        lambda: gl.wrap(optax.chain(CLIP, optax.sgd(0.125)), "static:2^16"),
+        lambda: gl.wrap(optax.sgd(0.125), "static:2^16", max_norm=1.0),
+        lambda: optax.chain(gl.wrap(optax.chain(CLIP, optax.sgd(0.125)), 2.0**16), optax.scale(1)),
+    ],
+    ids=["chain inside", "max_norm", "first of a chain"],
+)
+def test_the_right_chains_clip_at_the_true_norm(right):
+    tx = right()
+    state = tx.init(jnp.ones(2))
+    grads = jax.grad(gl.scaled(lambda p: jnp.square(p).sum() * 3, state))(jnp.ones(2))
+    updates, _ = tx.update(grads, state, jnp.ones(2))
+    assert updates.tolist() == pytest.approx([-0.125 / 2**0.5] * 2, rel=1e-5)
+
+
+def test_a_float16_parameter_is_refused_by_name_and_takes_the_other_way():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    tx = gl.wrap(gl.master(optax.sgd(1.0)), "static:2^24")
     state = tx.init(params)
+    loss = lambda p: p["w"].astype(jnp.float32).sum() * 2.0**-26
+    with pytest.raises(MisuseError, match=r"\['w'\] is float16.*value_and_grad\(fun\)"):
+        jax.grad(gl.scaled(loss, state))(params)
+    _, grads, _, _ = gl.value_and_grad(loss)(state.scaler, params)
+    _, state = tx.update(grads, state, params)
+    assert grads["w"].tolist() == [2.0**-26] * 2  # float16 would have made 0 of it
+    assert bool(state.result.stepped)
 
-    @jax.jit
-    def mixed(params, state):
-        _, grads, _, _ = gl.value_and_grad(lambda p: p.sum())(gl.Scaler("static:8"), params)
-        return tx.update(grads, state, params)
 
-    with pytest.raises(MisuseError, match="have lost their scale already"):
-        mixed(params, state)
-    _, grads, _, _ = gl.value_and_grad(lambda p: p.sum())(gl.Scaler("static:8"), params)
-    with pytest.raises(MisuseError, match="have lost their scale already"):
-        tx.update({"nested": grads}, state, params)
-    tx.update(jnp.array(grads), state, params)  # another array is another matter
+def test_a_state_without_a_scaler():
     with pytest.raises(MisuseError, match="holds 0 scalers"):
-        gl.scale_loss(jnp.float32(1), OPT.init(params))
+        gl.scaled(jnp.sum, OPT.init(jnp.ones(2)))
 
 
 def test_marks_leave_nothing_behind():
@@ -85,7 +149,7 @@ def test_losses_that_are_no_losses():
         gl.value_and_grad(lambda w: w.sum())(jnp.ones(3))
     state = gl.wrap(optax.sgd(0.1)).init(jnp.ones(2))
     with pytest.raises(MisuseError, match="shape"):
-        gl.scale_loss(jnp.ones(2), state)
+        gl.scaled(lambda p: p, state)(jnp.ones(2))
 
 
 def test_settings_that_cannot_work():

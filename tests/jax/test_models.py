@@ -88,11 +88,10 @@ def test_equinox_modules_with_filtered_jit():
 
     @eqx.filter_jit
     def step(model, state, times):
-        def scaled(model):
-            loss = squared(jax.vmap(model)(INPUTS).astype(jnp.float16), times)
-            return gl.scale_loss(loss, state), loss
+        def loss_fn(model):
+            return squared(jax.vmap(model)(INPUTS).astype(jnp.float16), times)
 
-        (_, loss), grads = eqx.filter_value_and_grad(scaled, has_aux=True)(model)
+        loss, grads = eqx.filter_value_and_grad(gl.scaled(loss_fn, state))(model)
         updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_array), value=loss)
         return eqx.apply_updates(model, updates), state, loss
 
@@ -140,11 +139,8 @@ def test_flax_nnx_optimizer_carries_the_scaler():
 
     @nnx.jit
     def step(model, optimizer):
-        def scaled(model):
-            loss = squared(model(INPUTS), 1.0)
-            return gl.scale_loss(loss, optimizer.opt_state), loss
-
-        (_, loss), grads = nnx.value_and_grad(scaled, has_aux=True)(model)
+        loss_fn = gl.scaled(lambda model: squared(model(INPUTS), 1.0), optimizer.opt_state)
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads, value=loss)
         return loss
 

@@ -48,7 +48,7 @@ NAMES = {
         "apply",
         "wrap",
         "WrapState",
-        "scale_loss",
+        "scaled",
     ],
     "types": ["master", "MasterState", "Policy"],
     "watching": ["culprits", "log", "log_inside", "enforce"],

@@ -47,8 +47,8 @@ def explicit(scaler, grads, loss):
 
 @functools.partial(jax.jit, static_argnames="tx")
 def wrapped(state, grads, loss, tx):
-    scaled = jax.grad(lambda p: gl.scale_loss(given(p, grads, loss), state))(PARAMS)
-    return tx.update(scaled, state, PARAMS, value=loss)[1]
+    found = jax.grad(gl.scaled(given, state))(PARAMS, grads, loss)
+    return tx.update(found, state, PARAMS, value=loss)[1]
 
 
 def results(rule, steps, route):

@@ -91,7 +91,7 @@ def test_any_state_is_kept_or_moved(route, jit):
         if route == "wrap":
             tx = gl.wrap(opt, "static:4")
             held = tx.init(params)._replace(inner=state)
-            updates, held = tx.update(4 * times * params, held, params)
+            updates, held = tx.update(times * params, held, params)
             return optax.apply_updates(params, updates), held.inner
         _, grads, _, result = gl.value_and_grad(lambda p: (p * times).sum())(
             gl.Scaler("static:4"), params

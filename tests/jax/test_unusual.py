@@ -37,7 +37,7 @@ def start(params, rule="dynamic:init_scale=8", optimizer=SGD):
 
 
 def wrapped_step(tx, params, state, times=1.0):
-    grads = jax.grad(lambda p: gl.scale_loss(total(p, times), state))(params)
+    grads = jax.grad(gl.scaled(total, state))(params, times)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -77,10 +77,10 @@ def test_float0_and_integer_gradients():
     """jax.grad(allow_int=True) gives float0 for integers: they carry nothing and are left alone."""
     params = {"w": jnp.ones(2), "n": jnp.arange(2)}
     held = gl.Scaler("static:8")
-    grads = jax.grad(lambda p: held.scale(p["w"].sum()), allow_int=True)(params)
-    assert grads["n"].dtype == jax.dtypes.float0
     tx = gl.wrap(optax.sgd(1.0), "static:8")
     state = tx.init(params)
+    grads = jax.grad(gl.scaled(lambda p: p["w"].sum(), state), allow_int=True)(params)
+    assert grads["n"].dtype == jax.dtypes.float0
     updates, state = tx.update({"w": grads["w"], "n": None}, state, {"w": params["w"], "n": None})
     assert updates["w"].tolist() == [-1.0, -1.0]
     with pytest.raises(MisuseError, match=r"at \['n'\] is int32, which has no gradient"):

@@ -2,8 +2,8 @@
 
     Route A: the scaler goes in and out              Route B: the optimizer carries it
     scaler = Scaler("dynamic")                       tx = wrap(optax.adamw(1e-3), "auto")
-    loss, grads, scaler, result = (                  grads = jax.grad(lambda p: scale_loss(
-        value_and_grad(f)(scaler, params, batch))        f(p, batch), opt_state))(params)
+    loss, grads, scaler, result = (                  loss, grads = jax.value_and_grad(
+        value_and_grad(f)(scaler, params, batch))        scaled(f, opt_state))(params, batch)
     params, opt_state = apply(                       updates, opt_state = tx.update(
         optimizer, grads, opt_state, params,             grads, opt_state, params, value=loss)
         result)
@@ -38,7 +38,7 @@ from .jmp_names import (
 )
 from .journaling import enforce, log, log_inside
 from .masters import MasterState, master
-from .optimizer_wrapper import WrapState, scale_loss, wrap
+from .optimizer_wrapper import WrapState, scaled, wrap
 from .policy import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
 from .scaler import Result, Scaler
 
@@ -49,7 +49,7 @@ __all__ = [
     "apply",
     "wrap",
     "WrapState",
-    "scale_loss",
+    "scaled",
     "master",
     "MasterState",
     "Policy",

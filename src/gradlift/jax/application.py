@@ -1,4 +1,4 @@
-"""Route A: `apply`, and the mark on gradients that are unscaled already, with their norm."""
+"""Route A: `apply`, and the mark on gradients that have been looked at, with their norm."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _marks: dict[int, _Mark] = {}
 
 
 def mark(grads: Any, norm: Any = None) -> Any:
-    """Marks each leaf as unscaled, with the norm of them all. A copy has no mark, nor has what
+    """Marks each leaf as looked at, with the norm of them all. A copy has no mark, nor has what
     leaves a `jit`."""
     leaves = jax.tree.leaves(grads)
     held: Callable[[], Any] = _no_norm if norm is None else weakref.ref(norm)
@@ -122,11 +122,6 @@ def mark(grads: Any, norm: Any = None) -> Any:
         alive = weakref.ref(leaf, functools.partial(_forget, key))
         _marks[key] = _Mark(alive, held, len(leaves))
     return grads
-
-
-def marked(grads: Any) -> bool:
-    """Was any of these returned by `value_and_grad`?"""
-    return any(mark is not None for mark in _found(grads))
 
 
 def _is_norm_of(norm: Any, grads: Any) -> bool:

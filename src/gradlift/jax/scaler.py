@@ -266,9 +266,16 @@ def no_kinds(parameters: Parameters) -> Any:
 
 
 def read(
-    scaler: Scaler, grads: Any, losses: Any, axis_name: Any = None, local: Any = None
+    scaler: Scaler,
+    grads: Any,
+    losses: Any,
+    axis_name: Any = None,
+    local: Any = None,
+    *,
+    carried: bool = True,
 ) -> tuple[Reading, Any]:
-    """What scaled gradients showed, and each one's kind. `scaler` is at the scale they carry.
+    """What gradients showed, and each one's kind. `scaler` is at the scale of their backward pass;
+    is it `carried` by them still?
 
     `losses` are the window's (None: not known). `local` are this device's own gradients, before
     the average: they overflow first.
@@ -279,12 +286,15 @@ def read(
     if not leaves:
         return Reading(False, jnp.float32(0), checked=False), no_kinds(())
     magnitudes = scaler.rule.magnitudes
-    found = look(leaves, 1 / scaler.state.scale, amax=magnitudes and local is None)
+    inverse = 1 / scaler.state.scale if carried else 1.0
+    found = look(leaves, inverse, amax=magnitudes and local is None)
     amax = found.amax
     if magnitudes and local is not None:
         top = largest(leaves_of(local))
         top = _axis.largest(jnp.where(jnp.isfinite(top), top, 0), axis_name)
         amax = jnp.where(found.nonfinite, jnp.inf, top)
+    if magnitudes and not carried:
+        amax = amax * scaler.state.scale
     blamed: Any = False
     if losses is not None:
         bad = ~jnp.isfinite(losses)
