@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
+from flax.training import dynamic_scale
 from helpers.jax import bits
 
 import gradlift.jax as gl
@@ -228,6 +229,51 @@ def test_casts_leave_alone_what_is_no_float(lib):
 def test_a_policy_prints_short_names(lib, dtype):
     name = NAMES[jnp.dtype(dtype).name]
     assert str(lib.Policy(dtype, dtype, dtype)) == f"p={name},c={name},o={name}"
+
+
+# flax's DynamicScale
+
+
+def flaxs(cls, points, **settings):
+    """The scales after a step at each point of a square."""
+    scale, told = cls(scale=4.0, **settings), []
+    for at in points:
+        scale, finite, *_ = scale.value_and_grad(lambda p: p**2)(at)
+        told.append((float(scale.scale), bool(finite)))
+    return told
+
+
+def test_it_grows_on_the_last_of_an_interval():
+    """As flax's own test asks; its release 0.12.8 is one step late."""
+    ours = flaxs(gl.DynamicScale, [1.0] * 6, growth_interval=3)
+    assert ours == [(s, True) for s in (4.0, 4.0, 8.0, 8.0, 8.0, 16.0)]
+    theirs = flaxs(dynamic_scale.DynamicScale, [1.0] * 6, growth_interval=2)
+    late = flaxs(dynamic_scale.DynamicScale, [1.0] * 6, growth_interval=3)
+    assert ours in (theirs, late)
+
+
+def overflows(p):
+    return (p.astype(jnp.float16) * jnp.float16(6e4)).astype(jnp.float32).sum()
+
+
+def test_a_bad_step_backs_off_and_starts_the_count_again():
+    """flax's test makes the loss itself inf. Here such a loss moves neither scale nor count, on
+    purpose; an overflow of the gradients alone does."""
+    points = [1.0, np.inf, 1.0, 1.0]
+    ours = flaxs(gl.DynamicScale, points, growth_interval=2)
+    assert [finite for _, finite in ours] == [True, False, True, True]
+    assert [scale for scale, _ in ours] == [4.0, 4.0, 8.0, 8.0]
+
+    def run(cls, interval):
+        scale, told = cls(scale=2.0, growth_interval=interval), []
+        for fun in (jnp.sum, overflows, jnp.sum, jnp.sum):
+            scale, *_ = scale.value_and_grad(fun)(jnp.ones(1))
+            told.append(float(scale.scale))
+        return told
+
+    assert run(gl.DynamicScale, 2) == [2.0, 1.0, 1.0, 2.0]
+    assert run(dynamic_scale.DynamicScale, 2)[:3] == [2.0, 1.0, 1.0]  # as the test of it has them
+    assert jax.tree.leaves(gl.DynamicScale()) == jax.tree.leaves(dynamic_scale.DynamicScale())
 
 
 # Beside jmp's own tests: what its users' programs need

@@ -6,10 +6,14 @@ import pickle
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
+from flax.training import dynamic_scale
 from helpers.jax import ADAMW, bits
 
 import gradlift.jax as gl
@@ -79,6 +83,92 @@ def test_orbax(tmp_path):
     assert isinstance(again["scaler"], gl.Scaler)
     assert bits(again) == bits(tree)
     tx.update({"w": jnp.ones(3)}, again["wrapped"], params)
+
+
+def flax_bytes(tree, fresh, path):
+    return serialization.from_bytes(fresh, serialization.to_bytes(tree))
+
+
+def pickled(tree, fresh, path):
+    return pickle.loads(pickle.dumps(tree))
+
+
+def by_equinox(tree, fresh, path):
+    eqx.tree_serialise_leaves(path / "run.eqx", tree)
+    return eqx.tree_deserialise_leaves(path / "run.eqx", fresh)
+
+
+def by_orbax(tree, fresh, path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path / "run", tree)
+        return checkpointer.restore(
+            path / "run", item=fresh, restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(), fresh)
+        )
+
+
+def everything():
+    """Each object that holds a scale, after a few steps."""
+    params = {"w": jnp.ones(3)}
+    tx = gl.wrap(ADAMW, "auto")
+    state = tx.init(params)
+    for size in (1.0, 6e4, jnp.inf, 1e-3):
+        _, state = tx.update({"w": jnp.full(3, size)}, state, params, value=1.0)
+    peers = gl.DynamicScale(scale=8.0), gl.DynamicLossScale(jnp.float16(8), period=3)
+    used_peers = (
+        jax.jit(lambda ds: ds.value_and_grad(jnp.sum)(jnp.ones(2)))(peers[0]).dynamic_scale,
+        peers[1].adjust(jnp.array(True)),
+    )
+    return {"a": used(), "b": state, "c": used_peers[0]}, used_peers[1]
+
+
+@pytest.mark.parametrize("way", [flax_bytes, pickled, by_equinox, by_orbax])
+def test_every_way_to_save_gives_back_every_bit(way, tmp_path):
+    """flax' msgpack takes no jmp scale: nor does it take jmp's own."""
+    tree, jmps = everything()
+    if way is not flax_bytes:
+        tree["d"] = jmps
+    fresh = jax.tree.map(jnp.zeros_like, tree)
+    if way is flax_bytes:
+        fresh["a"] = gl.Scaler("auto")
+        fresh["b"] = fresh["b"]._replace(scaler=gl.Scaler("auto"))
+    again = way(tree, fresh, tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert bits(again) == bits(tree)
+    assert [x.dtype for x in jax.tree.leaves(again)] == [x.dtype for x in jax.tree.leaves(tree)]
+    assert bits(again) != bits(fresh)
+
+
+def test_flax_refuses_what_was_saved_by_another_rule_or_of_other_parameters():
+    saved = serialization.to_bytes(gl.Scaler("dynamic"))
+    with pytest.raises(StateError, match="saved with the rule 'backoff'"):
+        serialization.from_bytes(gl.Scaler("auto"), saved)
+    tx = gl.wrap(optax.sgd(0.1), "dynamic")
+    saved = serialization.to_bytes(tx.init({"a": jnp.ones(2), "b": jnp.ones(2)}))
+    with pytest.raises(StateError, match=r"'kinds' of the saved Result has shape \[2\]"):
+        serialization.from_bytes(tx.init({"a": jnp.ones(2)}), saved)
+    peers = serialization.to_bytes(dynamic_scale.DynamicScale(scale=8.0, fin_steps=3))
+    ours = serialization.from_bytes(gl.DynamicScale(), peers)
+    assert (ours.scale, ours.fin_steps) == (8.0, 3)
+    back = serialization.from_bytes(dynamic_scale.DynamicScale(), serialization.to_bytes(ours))
+    assert (back.scale, back.fin_steps) == (8.0, 3)
+
+
+LATER = """
+import gradlift.jax as gl
+import sys
+scaler = gl.Scaler("dynamic:init_scale=8")
+assert "flax" not in sys.modules
+from flax import serialization
+saved = serialization.to_bytes(gl.Scaler("dynamic:init_scale=8"))
+print(serialization.from_bytes(scaler, saved).get_scale())
+"""
+
+
+def test_flax_may_be_imported_later():
+    done = subprocess.run(
+        [sys.executable, "-c", LATER], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.split() == ["8.0"]
 
 
 @pytest.mark.parametrize("rule", [*RULES, "auto:sharp"])

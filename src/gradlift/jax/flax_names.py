@@ -12,7 +12,14 @@ from ..rules import ScaleState
 from ..rules.base import SMALLEST
 from .differentiate import value_and_grad
 from .jmp_names import check_power_of_two, rule_of
-from .scaler import Scaler, arrays
+from .scaler import (
+    Scaler,
+    arrays,
+    fields_to_save,
+    saved_by_flax,
+    tell_flax,
+    with_saved_fields,
+)
 
 
 class _Scaled(NamedTuple):
@@ -29,8 +36,9 @@ class _Scaled(NamedTuple):
 class DynamicScale:
     """flax's shape of it: `ds, finite, (loss, aux), grads = ds.value_and_grad(f)(params)`.
 
-    flax's numbers; it grows on the N-th clean step, where flax does on the N+1-th (the rule
-    `"flax"` does so too). A loss that is not finite does not lower the scale.
+    flax's numbers, its two leaves, and what flax saves of it. It grows on the N-th clean step, as
+    flax's own tests ask; its releases up to 0.12.8 do on the N+1-th (the rule `"flax"` does so
+    too). A loss that is not finite does not lower the scale.
 
     >>> import jax.numpy as jnp
     >>> ds, finite, loss, grads = DynamicScale().value_and_grad(lambda w: w.sum())(jnp.ones(2))
@@ -48,6 +56,7 @@ class DynamicScale:
     def __post_init__(self) -> None:
         for name in ("growth_factor", "backoff_factor", "scale"):
             check_power_of_two(getattr(self, name), name)
+        tell_flax()
 
     def replace(self, **changes: Any) -> DynamicScale:
         """A copy with some fields changed."""
@@ -72,3 +81,6 @@ class DynamicScale:
             return _Scaled(moved, result.stepped, value, grads)
 
         return scaled
+
+
+saved_by_flax(DynamicScale, fields_to_save, with_saved_fields)

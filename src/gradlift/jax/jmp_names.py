@@ -193,7 +193,7 @@ def _warn(name: str, value: float) -> None:
 
 def _check_floating(value: Any, name: str) -> None:
     """Warns of whole numbers as jmp does. What JAX puts in place of a leaf passes."""
-    if isinstance(value, (bool, int)) or hasattr(value, "dtype"):
+    if isinstance(value, (int, np.generic, np.ndarray, jax.Array)):
         dtype = jnp.result_type(value)
         if not jnp.issubdtype(dtype, jnp.floating):
             warn(

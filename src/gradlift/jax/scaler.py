@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +25,7 @@ from ..core import (
     verdict_of,
 )
 from ..core import state as saved_state
-from ..errors import MisuseError
+from ..errors import MisuseError, StateError
 from ..reading import Reading
 from ..rules import PRESETS, Off, Rule, ScaleState, resolve
 from . import devices as _axis
@@ -68,6 +70,7 @@ class Scaler:
             object.__setattr__(self, "state", arrays(self.rule.init()))
         if self.counts is None:
             object.__setattr__(self, "counts", StepCounts(jnp.int32(0), jnp.int32(0)))
+        tell_flax()
 
     @property
     def steps(self) -> Any:
@@ -136,6 +139,53 @@ class Scaler:
         loaded = saved_state.load(self.rule, data)
         counts = StepCounts(jnp.int32(loaded.steps), jnp.int32(loaded.skipped))
         return dataclasses.replace(self, state=arrays(loaded.state), counts=counts)
+
+
+_unknown_to_flax: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
+
+
+def saved_by_flax(kind: type, to_dict: Callable[[Any], Any], from_dict: Any) -> None:
+    """How flax' msgpack takes objects of this kind, once flax is imported."""
+    _unknown_to_flax.append((kind, to_dict, from_dict))
+
+
+def tell_flax() -> None:
+    """Registers what flax does not know yet, if it is imported; this package never imports it.
+
+    Called whenever such an object is made, since flax may be imported later.
+    """
+    serialization = sys.modules.get("flax.serialization")
+    register = getattr(serialization, "register_serialization_state", None)
+    while _unknown_to_flax and register is not None:
+        register(*_unknown_to_flax.pop())
+
+
+def fields_to_save(held: Any) -> dict[str, Any]:
+    """The leaves of a dataclass by name, as flax keeps its own."""
+    return {name: getattr(held, name) for name in _leaf_names(held)}
+
+
+def with_saved_fields(held: Any, data: dict[str, Any]) -> Any:
+    """`held` with the leaves in `data`; refuses other names, shapes and types."""
+    names = _leaf_names(held)
+    if not isinstance(data, dict) or sorted(data) != sorted(names):
+        found = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise StateError(f"a saved {type(held).__name__} has {names}, this has {found}")
+    for name in names:
+        own, given = jnp.shape(getattr(held, name)), jnp.shape(data[name])
+        if own != given:
+            raise StateError(
+                f"'{name}' of the saved {type(held).__name__} has shape {list(given)}, expected "
+                f"{list(own)}: was it saved with other parameters?"
+            )
+    return dataclasses.replace(held, **{name: data[name] for name in names})
+
+
+def _leaf_names(held: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(held) if not f.metadata.get("static")]
+
+
+saved_by_flax(Scaler, Scaler.state_dict, Scaler.load_state_dict)
 
 
 def checked_loss(loss: Any) -> Any:
@@ -242,6 +292,9 @@ class Result:
             lr=lr,
             key=key,
         )
+
+
+saved_by_flax(Result, fields_to_save, with_saved_fields)
 
 
 def arrays(state: ScaleState) -> ScaleState:
