@@ -13,7 +13,14 @@ from helpers.mxnet import run
 import gradlift.mxnet as gl
 
 MODULES = [m.name for m in pkgutil.walk_packages(gl.__path__, "gradlift.mxnet.")]
-NAMES = ["init_trainer", "scale_loss", "unscale"]
+NAMES = [
+    "init_trainer",
+    "scale_loss",
+    "unscale",
+    "init_loss_scaling",
+    "LossScaler",
+    "DynamicLossScaler",
+]
 
 
 @pytest.mark.parametrize("name", ["gradlift.mxnet", *MODULES])

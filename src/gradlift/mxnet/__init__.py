@@ -26,6 +26,15 @@ except AttributeError as error:  # it asks NumPy for names that NumPy has droppe
         "Python 3.11 or older: pip install 'gradlift[mxnet]' in an environment of its own"
     ) from error
 
-from .amp import init_trainer, scale_loss, unscale
+from .amp import init_loss_scaling, init_trainer, scale_loss, unscale
+from .loss_scaler import DynamicLossScaler
+from .loss_scaler import GluonLossScaler as LossScaler
 
-__all__ = ["init_trainer", "scale_loss", "unscale"]
+__all__ = [
+    "init_trainer",
+    "scale_loss",
+    "unscale",
+    "init_loss_scaling",
+    "LossScaler",
+    "DynamicLossScaler",
+]

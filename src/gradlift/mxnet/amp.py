@@ -59,6 +59,10 @@ def init_trainer(
     return scaler
 
 
+init_loss_scaling = init_trainer
+"""The same under the name that some articles give."""
+
+
 @contextmanager
 def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
     """loss * scale, in float32; a list of losses (one a device) gives a list.

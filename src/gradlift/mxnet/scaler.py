@@ -9,7 +9,7 @@ scale is taken out by the optimizer itself, through its `rescale_grad`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mxnet import autograd
@@ -36,6 +36,7 @@ from ..journal import JournalLike, channel
 from ..reading import Reading
 from ..rules import Off, Rule
 from .finite_check import GluonLook, Gradient, look
+from .loss_scaler import overflowed
 from .saving import ATTRIBUTE, BeforeLoading, SavedWithTrainer, load_states, of_rule
 from .trainer import (
     accumulated,
@@ -108,6 +109,19 @@ class Scaler(LossScaleOwner):
     def loss_scale(self) -> float:
         """MXNet's name for `get_scale()`."""
         return self.get_scale()
+
+    def has_overflow(self, params: Iterable[Any] | None = None) -> bool:
+        """Is a gradient of these parameters (the trainer's) not finite now? Changes nothing."""
+        factor = 1.0 if self._window.early is not None else self.get_scale()
+        return overflowed(self.trainer._params if params is None else params, factor)
+
+    def update_scale(self, overflow: bool) -> None:
+        """MXNet's name for what `trainer.step()` does here by itself: refused."""
+        raise MisuseError(
+            "update_scale() was called on the scaler of a trainer, whose step() looks at the "
+            "gradients and moves the scale itself: leave the call out, or write the loop by hand "
+            "with gradlift.mxnet.LossScaler"
+        )
 
     def _scale_outputs(self) -> None:
         """Ops such as SoftmaxOutput use the same scale."""
