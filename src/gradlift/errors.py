@@ -29,6 +29,10 @@ class SettingsError(GradliftError, ValueError):
     """A setting, or a text that names a rule, is invalid; the message has the reason."""
 
 
+class SettingsTypeError(SettingsError, TypeError):
+    """A setting has the wrong type, so it is a TypeError as well."""
+
+
 class StateError(GradliftError, ValueError):
     """A loaded state is damaged or belongs to another rule. Nothing was changed."""
 

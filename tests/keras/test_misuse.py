@@ -6,7 +6,7 @@ import pytest
 from helpers.keras import BACKEND, fit, lifted, line, weights
 from keras import ops
 
-from gradlift.errors import MisuseError, SettingsError
+from gradlift.errors import MisuseError, SettingsError, SettingsTypeError
 from gradlift.keras import LossScaleOptimizer, ScaleLogger
 
 SGD = keras.optimizers.SGD
@@ -25,13 +25,34 @@ def started(rule="dynamic:init_scale=8", **settings):
 
 @pytest.mark.parametrize("outer", [LossScaleOptimizer, keras.optimizers.LossScaleOptimizer])
 def test_wrapped_twice(outer):
-    with pytest.raises(MisuseError, match=r"LossScaleOptimizer already.* wrap its inner_optimizer"):
+    with pytest.raises(SettingsTypeError, match=r"LossScaleOptimizer already.* wrap its inner_opt"):
         LossScaleOptimizer(outer(SGD(0.1)))
 
 
+def test_an_inner_optimizer_has_one_wrapper():
+    inner = SGD(0.1)
+    with pytest.raises(SettingsError, match="dynamic=False wants"):
+        LossScaleOptimizer(inner, dynamic=False)
+    LossScaleOptimizer(inner)  # one that failed does not count
+    with pytest.raises(SettingsError, match=r"wraps this inner optimizer already.*from_config\("):
+        LossScaleOptimizer(inner)
+    LossScaleOptimizer(type(inner).from_config(inner.get_config()))
+    LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.1)).inner_optimizer)
+
+
 def test_what_is_wrapped_is_an_optimizer():
-    with pytest.raises(SettingsError, match=r"expected a keras\.optimizers\.Optimizer"):
+    with pytest.raises(SettingsTypeError, match=r"expected a keras\.optimizers\.Optimizer"):
         LossScaleOptimizer("adam")
+
+
+def test_arguments_at_the_place_that_tf_keras_had_for_others():
+    """There the second one is `dynamic`: True would be a scale of 1."""
+    for value in (True, False, "dynamic", "auto"):
+        with pytest.raises(SettingsTypeError, match=r"dynamic, tf\.keras' second argument"):
+            LossScaleOptimizer(SGD(0.1), value)
+    with pytest.raises(SettingsTypeError, match="dynamic is 'x', expected True or False"):
+        LossScaleOptimizer(SGD(0.1), dynamic="x")
+    assert {SettingsError, TypeError} <= set(SettingsTypeError.__mro__)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +72,8 @@ def test_settings_that_contradict():
             LossScaleOptimizer(SGD(0.1), rule="auto", **given)
     with pytest.raises(SettingsError, match="dynamic=False wants initial_scale="):
         LossScaleOptimizer(SGD(0.1), dynamic=False)
+    with pytest.raises(SettingsError, match="dynamic_growth_steps is 3 though dynamic=False"):
+        LossScaleOptimizer(SGD(0.1), dynamic=False, initial_scale=8, dynamic_growth_steps=3)
     with pytest.raises(SettingsError, match="expected 'micro-batch' or 'window'"):
         LossScaleOptimizer(SGD(0.1), drop="batch")
     with pytest.raises(SettingsError, match="expected 'hold', 'warn' or 'raise'"):

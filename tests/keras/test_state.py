@@ -99,6 +99,8 @@ def test_configs_make_equal_optimizers():
     assert set(config) == {
         "name",
         "inner_optimizer",
+        "initial_scale",
+        "dynamic_growth_steps",
         "rule",
         "max_consecutive_skips",
         "on_floor",

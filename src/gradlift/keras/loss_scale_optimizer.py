@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +15,16 @@ from keras import ops
 
 from ..core import NO_LIMITS, Cause, Limits, StepResult, carried
 from ..core import state as saved_state
-from ..errors import MisuseError, SettingsError, warn
-from ..rules import Off, Rule, Static, parse
+from ..errors import MisuseError, SettingsError, SettingsTypeError, warn
+from ..rules import Off, Rule, parse
 from ..rules.base import setting_text
-from .arguments import INTERVAL, rule_of
+from .arguments import keras_rule, rule_of
 from .pairing import Pairing
 from .saving import checked, rule_bytes
 from .step_record import HISTORY, ROWS, Conclusions, Record, StepRow, Values, memory_of
+
+_WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The inner optimizers that have a LossScaleOptimizer around them."""
 
 
 def _backend() -> Any:
@@ -81,12 +86,12 @@ the "window" so far |
         **kwargs: Any,
     ) -> None:
         if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
-            raise MisuseError(
+            raise SettingsTypeError(
                 "this optimizer is a LossScaleOptimizer already, so the loss would be scaled "
-                "twice: pass it on as it is, or wrap its inner_optimizer"
+                "twice: pass it on as it is; of Keras' own class, wrap its inner_optimizer"
             )
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            raise SettingsError(
+            raise SettingsTypeError(
                 f"inner_optimizer is {inner_optimizer!r}, expected a keras.optimizers.Optimizer"
             )
         if drop not in ("micro-batch", "window"):
@@ -99,7 +104,14 @@ the "window" so far |
                 f"scales the loss; for that very scale give rule='{text}'"
             )
         chosen = rule_of(rule, initial_scale, dynamic_growth_steps, dynamic)
-        interval = getattr(chosen, "growth_interval", INTERVAL)
+        if inner_optimizer in _WRAPPED:
+            raise SettingsError(
+                "another LossScaleOptimizer wraps this inner optimizer already, and each would "
+                "have a scale of its own: go on with that one, or wrap a new optimizer, such as "
+                "type(inner).from_config(inner.get_config())"
+            )
+        moves = chosen.min_scale < chosen.max_scale
+        interval = getattr(chosen, "growth_interval", None) if moves else None
         super().__init__(inner_optimizer, chosen.init().scale, interval, name, **kwargs)
         self.rule = chosen
         self.limits = Limits(max_consecutive_skips, on_floor)
@@ -114,6 +126,7 @@ the "window" so far |
         self._conclusions = Conclusions()
         self._recorded = False
         """Is a journal kept? Then amax is taken even if the rule needs none."""
+        _WRAPPED.add(inner_optimizer)
 
     # Variables
 
@@ -223,7 +236,7 @@ the "window" so far |
                     "floating-point numbers"
                 )
         self._pairing.check_true(grads)
-        if not self._scaled_once and self.initial_scale != 1 and grads:
+        if not self._scaled_once and self.initial_scale != 1 and self._indexed(grads, variables)[0]:
             self._scaled_once = True
             warn(
                 "gradients came before any loss went through scale_loss(): they are divided by "
@@ -232,13 +245,18 @@ the "window" so far |
             )
         return variables
 
-    def _indexed(self, grads: list[Any], variables: list[Any]) -> list[tuple[int, Any]]:
-        """The gradients there are, each with its variable's place."""
-        return [
-            (i if v is None else self._position(v), g)
-            for i, (g, v) in enumerate(zip(grads, variables))
-            if g is not None and not self._overwrite_variable_with_gradient(v)
-        ]
+    def _indexed(
+        self, grads: list[Any], variables: list[Any]
+    ) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+        """The gradients there are, each with its variable's place; and apart from them the new
+        values of variables that a step overwrites (float8's histories), which carry no scale."""
+        scaled: list[tuple[int, Any]] = []
+        overwriting: list[tuple[int, Any]] = []
+        for i, (g, v) in enumerate(zip(grads, variables)):
+            if g is not None:
+                group = overwriting if self._overwrite_variable_with_gradient(v) else scaled
+                group.append((i if v is None else self._position(v), g))
+        return scaled, overwriting
 
     def _mapped(
         self, function: Callable[[Any], Any], grads: list[Any], variables: list[Any]
@@ -270,7 +288,10 @@ the "window" so far |
     # tf.keras' names
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """tf.keras' name for `scale_loss`."""
+        """tf.keras' name for `scale_loss`. Of a function that returns a loss: the function that
+        returns the scaled one."""
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
@@ -284,8 +305,10 @@ the "window" so far |
         else:  # tf.keras' loops build at their first step
             variables, scale = [None] * len(grads), self.initial_scale
         used = self._carried(self._backend.number(scale))
-        if marked := self._indexed(grads, variables):
-            self._window.unscaled(self._backend.inspect(marked, used, used, self._wants_amax))
+        marked, overwriting = self._indexed(grads, variables)
+        if marked or overwriting:
+            seen = self._backend.inspect(marked, overwriting, used, used, self._wants_amax)
+            self._window.unscaled(seen)
         true = self._mapped(lambda g: self._backend.unscaled(g, 1 / used), grads, variables)
         self._pairing.add_unscaled(grads, true)
         return true
@@ -293,7 +316,8 @@ the "window" so far |
     @property
     def loss_scale(self) -> Any:
         """tf.keras' name for the scale of the next step."""
-        return ops.convert_to_tensor(self.dynamic_scale) if self.built else self.initial_scale
+        scale = self.dynamic_scale if self.built else self.initial_scale
+        return ops.convert_to_tensor(scale, "float32")
 
     def get_scale(self) -> float:
         """The scale of the next step as a number. Reads the device.
@@ -308,11 +332,13 @@ the "window" so far |
     @property
     def dynamic(self) -> bool:
         """Does the scale move?"""
-        return not isinstance(self.rule, (Off, Static))
+        return bool(self.rule.min_scale < self.rule.max_scale)
 
     @property
     def dynamic_counter(self) -> Any:
-        """tf.keras' name for `step_counter`."""
+        """tf.keras' name for `step_counter`; None if the scale is fixed."""
+        if not self.dynamic:
+            return None
         return self.step_counter if self.built else 0
 
     # What happened
@@ -381,16 +407,28 @@ the "window" so far |
     # Saving
 
     def get_config(self) -> dict[str, Any]:
-        """Everything to make an equal optimizer from; the rule as its text."""
+        """Keras' own four settings, and what they leave open: another rule as its text, limits,
+        `drop`."""
         held = super().get_config()
-        return {
-            "name": held["name"],
-            "inner_optimizer": held["inner_optimizer"],
-            "rule": str(self.rule),
-            "max_consecutive_skips": self.limits.max_consecutive_skips,
-            "on_floor": self.limits.on_floor,
-            "drop": self.drop,
+        config = {
+            key: held[key]
+            for key in ("name", "inner_optimizer", "initial_scale", "dynamic_growth_steps")
         }
+        interval = config["dynamic_growth_steps"]
+        if interval is None or self.rule != keras_rule(config["initial_scale"], interval):
+            config["rule"] = str(self.rule)
+        if self.limits != NO_LIMITS:
+            config |= dataclasses.asdict(self.limits)
+        if self.drop != "micro-batch":
+            config["drop"] = self.drop
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """An equal optimizer; a rule that is named goes before Keras' two settings."""
+        two = ("initial_scale", "dynamic_growth_steps") if "rule" in config else ()
+        held = {key: value for key, value in config.items() if key not in two}
+        return super().from_config(held, custom_objects)
 
     def save_own_variables(self, store: Any) -> None:
         """The variables by number, as Keras does, and the rule they belong to. A journal gets the

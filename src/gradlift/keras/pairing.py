@@ -28,8 +28,9 @@ class Pairing:
 
     def add_unscaled(self, scaled: list[Any], true: list[Any]) -> None:
         # By weak reference: nothing is kept alive, and an id may be somebody else's later.
+        changed = [pair for pair in zip(scaled, true) if pair[0] is not pair[1]]
         self._scaled, self._true = (
-            {id(g): weakref.ref(g) for g in grads if g is not None} for grads in (scaled, true)
+            {id(pair[i]): weakref.ref(pair[i]) for pair in changed} for i in (0, 1)
         )
 
     def check_scaled(self, grads: list[Any]) -> None:

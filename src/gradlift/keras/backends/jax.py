@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.sparse import BCOO
 
 from ...core import loss_blamed
 from ...errors import MisuseError
@@ -82,16 +83,34 @@ def number(value: Any) -> Any:
     return jnp.asarray(value, jnp.float32)
 
 
+def elements(g: Any) -> Any:
+    """What there is to look at. Of a sparse gradient, its rows, repeated or not."""
+    return g.data if isinstance(g, BCOO) else g
+
+
 def read(grads: list[Any], inverse: Any, amax: bool) -> tuple[Any, Any, Any]:
     """Is a gradient not finite? The largest |g|, and the true norm."""
-    seen = look([g for g in grads if g.size], inverse, amax=amax)
+    leaves = [v for v in map(elements, grads) if v.size]
+    if not leaves:
+        return jnp.array(False), jnp.float32(0), jnp.float32(0)
+    seen = look(leaves, inverse, amax=amax)
     return seen.nonfinite, seen.amax, seen.norm
 
 
-def inspect(grads: list[tuple[int, Any]], used: Any, factor: Any, amax: bool) -> RowReading:
-    """What gradients show that carry `factor`, of a loss that carried `used`."""
+def inspect(
+    grads: list[tuple[int, Any]],
+    overwriting: list[tuple[int, Any]],
+    used: Any,
+    factor: Any,
+    amax: bool,
+) -> RowReading:
+    """What gradients show that carry `factor`, of a loss that carried `used`, and `overwriting`,
+    which carries no factor."""
     nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
-    bad = lax.cond(nonfinite, lambda: first_bad(grads), lambda: jnp.float32(0))
+    for _, g in overwriting:
+        nonfinite |= ~jnp.isfinite(g).all()
+    every = [*grads, *overwriting]
+    bad = lax.cond(nonfinite, lambda: first_bad(every), lambda: jnp.float32(0))
     return RowReading(nonfinite, top * (used / factor), norm, bad)
 
 
@@ -99,7 +118,8 @@ def first_bad(grads: list[tuple[int, Any]]) -> Any:
     """The last variable with a bad gradient is the first that backward made so."""
 
     def kind(index: int, g: Any) -> Any:
-        nan, finite = jnp.isnan(g).any(), jnp.isfinite(g).all()
+        v = elements(g)
+        nan, finite = jnp.isnan(v).any(), jnp.isfinite(v).all()
         return jnp.where(finite, 0, jnp.where(nan, -(index + 1), index + 1))
 
     kinds = jnp.stack([kind(i, g) for i, g in grads])
@@ -145,15 +165,16 @@ def stateless(
             own[i] = jnp.asarray(value, own[i].dtype)
         return own
 
-    marked = opt._indexed(grads, opt._trainable_variables)
+    marked, overwriting = opt._indexed(grads, opt._trainable_variables)
+    anything = bool(marked or overwriting)
     used = opt._carried(values.scale)
     by_hand = window.inspection is not None
     factor = jnp.float32(1) if by_hand else used
     known = window.total is not None
     loss = window.total if known else jnp.float32(jnp.nan)
     reading, culprit = NO_GRADIENTS, 0
-    if marked:
-        seen = inspect(marked, used, factor, opt._wants_amax)
+    if anything:
+        seen = inspect(marked, overwriting, used, factor, opt._wants_amax)
         if window.inspection is not None:
             seen = window.inspection.after_clipping(seen, jnp.where)
         level = jnp.int32(window.any_bad) + jnp.int32(window.all_bad)
@@ -171,7 +192,7 @@ def stateless(
         half_loss=opt._loss_is_half,
         bad_loss=jnp.where(window.losses > 1, window.first_bad, 0),
     )
-    if not marked:
+    if not anything:
         return weights, [*done(after), *inner]
 
     def step() -> tuple[Any, Any]:
@@ -190,4 +211,11 @@ def stateless(
 
 
 def unscaled(g: Any, inverse: Any) -> Any:
+    if isinstance(g, BCOO):
+        return BCOO(
+            (unscaled(g.data, inverse), g.indices),
+            shape=g.shape,
+            indices_sorted=g.indices_sorted,
+            unique_indices=g.unique_indices,
+        )
     return g.astype(jnp.promote_types(g.dtype, jnp.float32)) * inverse

@@ -86,6 +86,8 @@ def number(value: Any) -> Any:
 
 def read(grads: list[Any], inverse: Any, amax: bool) -> tuple[Any, Any, Any]:
     """Is a gradient not finite? The largest |g|, and the true norm."""
+    if not grads:
+        return tf.constant(False), tf.zeros(()), tf.zeros(())
     values = [elements(g) for g in grads]
     squares = 2 * tf.add_n([tf.nn.l2_loss(v) for v in values])
     blown = tf.maximum(inverse, 1.0)
@@ -152,20 +154,30 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
 
 def _inspected(opt: Any, grads: list[Any], variables: list[Any]) -> RowReading | None:
     """What this replica's gradients show; None without gradients."""
-    marked = opt._indexed(grads, variables)
-    if not marked:
+    marked, overwriting = opt._indexed(grads, variables)
+    if not marked and not overwriting:
         return None
     used, factor = _factors(opt)
-    now = inspect(marked, used, factor, opt._wants_amax)
+    now = inspect(marked, overwriting, used, factor, opt._wants_amax)
     *_, by_hand, bad, amax, norm, culprit = tf.unstack(opt._window.held.read_value())
     then = RowReading(bad > 0, amax, norm, culprit).after_clipping(now, tf.where)
     return RowReading(*(tf.where(by_hand > 0, a, b) for a, b in zip(then, now)))
 
 
-def inspect(grads: list[tuple[int, Any]], used: Any, factor: Any, amax: bool) -> RowReading:
-    """What gradients show that carry `factor`, of a loss that carried `used`."""
+def inspect(
+    grads: list[tuple[int, Any]],
+    overwriting: list[tuple[int, Any]],
+    used: Any,
+    factor: Any,
+    amax: bool,
+) -> RowReading:
+    """What gradients show that carry `factor`, of a loss that carried `used`, and `overwriting`,
+    which carries no factor."""
     nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
-    bad = tf.cond(nonfinite, lambda: first_bad(grads), lambda: tf.zeros(()))
+    for _, g in overwriting:
+        nonfinite |= ~tf.reduce_all(tf.math.is_finite(elements(g)))
+    every = [*grads, *overwriting]
+    bad = tf.cond(nonfinite, lambda: first_bad(every), lambda: tf.zeros(()))
     return RowReading(nonfinite, top * (used / factor), norm, bad)
 
 

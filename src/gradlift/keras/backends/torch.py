@@ -66,6 +66,8 @@ def number(value: Any) -> Any:
 
 def read(grads: list[Tensor], inverse: float, amax: bool) -> tuple[bool, float, float]:
     """Is a gradient not finite? The largest |g|, and the true norm."""
+    if not grads:
+        return False, 0.0, 0.0
     if all(g.device.type == "cpu" for g in grads):
         seen = look(grads, inverse, amax=amax)
         return seen.nonfinite, seen.amax if amax else math.nan, seen.norm
@@ -85,10 +87,19 @@ def first_bad(grads: list[tuple[int, Tensor]], inverse: float) -> int:
     return 0
 
 
-def inspect(grads: list[tuple[int, Tensor]], used: float, factor: float, amax: bool) -> RowReading:
-    """What gradients show that carry `factor`, of a loss that carried `used`."""
+def inspect(
+    grads: list[tuple[int, Tensor]],
+    overwriting: list[tuple[int, Tensor]],
+    used: float,
+    factor: float,
+    amax: bool,
+) -> RowReading:
+    """What gradients show that carry `factor`, of a loss that carried `used`, and `overwriting`,
+    which carries no factor."""
     nonfinite, top, norm = read([g for _, g in grads], 1 / factor, amax)
     culprit = first_bad(grads, 1 / factor) if nonfinite else 0
+    if read([g for _, g in overwriting], 1.0, False)[0]:
+        nonfinite, culprit = True, max(culprit, first_bad(overwriting, 1.0), key=abs)
     return RowReading(nonfinite, top * (used / factor), norm, culprit)
 
 
@@ -107,11 +118,12 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
     state = state._replace(scale=used)
     losses = [float(loss) for loss in window.losses]
     bad = [not math.isfinite(loss) for loss in losses]
-    marked = opt._indexed(grads, variables)
+    marked, overwriting = opt._indexed(grads, variables)
+    anything = bool(marked or overwriting)
     factor = used if window.inspection is None else 1.0
     reading, culprit = NO_GRADIENTS, 0
-    if marked:
-        seen = inspect(marked, used, factor, opt._wants_amax)
+    if anything:
+        seen = inspect(marked, overwriting, used, factor, opt._wants_amax)
         if window.inspection is not None:
             seen = window.inspection.after_clipping(seen, lambda c, a, b: a if c else b)
         blamed = loss_blamed(loss_level(bad), seen.nonfinite)
@@ -121,7 +133,7 @@ def apply(opt: Any, grads: list[Any], variables: list[Any]) -> None:
         if factor != 1:
             grads = opt._mapped(lambda g: unscaled(g, 1 / factor), grads, variables)
         opt.inner_optimizer.apply(grads, variables)
-    elif opt.drop == "window" and marked:
+    elif opt.drop == "window" and anything:
         opt._forget_window()
     ceiling = HALF_LOSS_CEILING if opt._loss_is_half else math.inf
     after = moved(rule, state, reading, ceiling=ceiling)
