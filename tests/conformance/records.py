@@ -46,7 +46,6 @@ FACTS = {
     "lr": "the learning rate",
     "amax": "the largest gradient, where the rule does not need it",
     "all culprits": "more than the first culprit",
-    "micro_batch": "which micro-batch had non-finite gradients",
     "retries": "computing a batch again",
     "retry events": "an event for each retry (their number is in the step's line)",
     "half_loss": "a note that the loss was computed in float16",
@@ -341,7 +340,7 @@ STORIES = {
         RULE,
         [window((1.0, UNIT), (2.0, HUGE))],
         [skipped(16, 8, Cause.OVERFLOW, "a", loss=3.0)],
-        [event(0, "skip", "OVERFLOW", 16, 8, "a (inf)", micro_batch=1)],
+        [event(0, "skip", "OVERFLOW", 16, 8, "a (inf)")],
         saved(8.0, 1, 1, skips=1),
     ),
     "two losses, one is NaN, and the gradients show it": Story(
@@ -526,10 +525,7 @@ def events_for(Driver, events):
         culprits = detail["culprits"]
         if "all culprits" in Driver.CANNOT:
             culprits = culprits[:1]
-        micro_batch = detail["micro_batch"]
-        if "micro_batch" in Driver.CANNOT and cause != "LOSS_NONFINITE":
-            micro_batch = None
-        changed = {"cause": cause, "culprits": culprits, "micro_batch": micro_batch}
+        changed = {"cause": cause, "culprits": culprits}
         yield step, what, {**detail, **changed}
 
 

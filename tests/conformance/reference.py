@@ -10,7 +10,6 @@ class NumpyDriver:
     adapter = framework = "numpy"
     CANNOT = {
         "lr": "the update is your own function",
-        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
         "half_loss": "the backward pass is your own: nothing casts the scale to float16",
     }
 

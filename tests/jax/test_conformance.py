@@ -40,7 +40,6 @@ class Explicit:
     adapter, framework = "jax", "jax"
     CANNOT = {
         "amax": "it is one more reduction in the compiled step",
-        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
         "retry events": "retries happen inside the graph",
     }
     jit = staticmethod(jax.jit)
@@ -136,7 +135,6 @@ class Wrapped(Explicit):
     adapter = "jax, wrap"
     CANNOT = {
         "amax": Explicit.CANNOT["amax"],
-        "micro_batch": Explicit.CANNOT["micro_batch"],
         "retries": "the optimizer sees gradients, not the batch",
         "half_loss": "scaled refuses a float16 loss if the scale may pass 2^15",
     }

@@ -23,7 +23,6 @@ class Stateful:
     more_facts = {"backend"}
     CANNOT = {
         "all culprits": "the record of a step has room for one",
-        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
         "retries": "fit never computes a batch again",
     }
 

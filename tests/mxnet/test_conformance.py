@@ -31,7 +31,6 @@ class OneDevice:
 
     adapter = framework = "mxnet"
     CANNOT = {
-        "micro_batch": "gradients arrive as one sum: only a non-finite loss shows its micro-batch",
         "retries": "trainer.step sees one backward pass, not the batch",
     }
     devices = [mx.cpu(0)]

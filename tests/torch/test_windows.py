@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from helpers.torch import bits, both_paths, exploding, good, made, nan_loss, net, step
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gradlift import Cause
 from gradlift.torch import GradScaler
@@ -57,7 +59,7 @@ def test_four_micro_batches_one_inf_while_growth_falls_due(bad):
         result = scaler.result
         scaler.update()
         assert result.stepped == (window == 0)
-    assert result.micro_batch == bad
+    assert result.micro_batch is None  # its loss was finite, and gradients arrive as one sum
     assert before == bits(model)
     assert scaler.get_scale() == 2.0**7
 
@@ -132,6 +134,74 @@ def test_gradients_assigned_by_hand_count():
 
 
 # Accumulation
+
+
+class Touched(TorchDispatchMode):
+    """Counts operations, and those that are given one of these tensors."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.watched = {t.data_ptr() for t in tensors}
+        self.ops, self.touched = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.ops.append(str(func))
+        if any(t.data_ptr() in self.watched for t in given):
+            self.touched.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@both_paths
+@pytest.mark.parametrize("settings", [{}, {"rule": "auto"}, {"journal": True}], ids=str)
+def test_scaling_a_micro_batch_reads_no_gradient(device_path, settings, tmp_path):
+    model = net(8, 8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if "journal" in settings:
+        settings = {"journal": tmp_path / "run.jsonl"}
+    scaler = GradScaler("cpu", names=model, **settings)
+    scaler._force_device_path = device_path
+    counts = []
+    for _ in range(3):
+        for _ in range(3):
+            loss = good(model)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            with Touched(grads) as seen:
+                scaled = scaler.scale(loss)
+            assert seen.touched == []
+            counts.append(len(seen.ops))
+            scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+    assert len(set(counts[1:])) <= 2, counts
+    assert max(counts[1:]) < 20, counts
+    with Touched([p.grad for p in model.parameters()]) as seen:  # the look itself would be seen
+        scaler.scale(good(model)).backward()
+        scaler.step(optimizer)
+    assert seen.touched
+
+
+@both_paths
+@pytest.mark.parametrize("first", ["scaled", "unscaled"])
+def test_the_micro_batch_whose_loss_was_not_finite_is_named_and_no_other(device_path, first):
+    """Gradients arrive as one sum: what is read between micro-batches would be read in vain."""
+    for bad, named in ((nan_loss, 1), (exploding, None)):
+        model = net(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+        scaler._force_device_path = device_path
+        for loss in (good, bad, good):
+            scaler.scale(loss(model)).backward()
+        if first == "unscaled":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        result = scaler.result
+        scaler.update()
+        assert result.skipped
+        assert result.micro_batch == named
+
+
 def test_drop_bad_keeps_the_clean_micro_batches():
     plain, dropped = net(8, 1), net(8, 1)
     opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, dropped)]

@@ -105,7 +105,8 @@ class StepResult:
     retries: int = 0
     """How often this batch was recomputed at another scale."""
     micro_batch: int | None = None
-    """Index in the window of the first of several micro-batches that went wrong."""
+    """Index in the window of the first of several micro-batches whose loss was not finite, or that
+    was dropped."""
     notes: tuple[str, ...] = ()
     """What else is worth knowing, such as "loss computed in float16"."""
 

@@ -143,9 +143,6 @@ class OnDevice:
 
     # gradients
 
-    def nonfinite(self, grads: list[Tensor]) -> Any:
-        return device_look(grads, torch.ones_like(self.state.scale), norm=False).nonfinite
-
     def look(
         self, window: Window, full: Set[int], *, norm: bool, amax: bool, clips: bool
     ) -> Inspection:
@@ -258,7 +255,7 @@ class OnDevice:
         out = source.out_of_range() if source.gathered else False
         out_at = transfer.add([out]) if isinstance(out, Tensor) else None
         optimizer_of = weakref.ref(source.optimizer)
-        where = transfer.add([*held, *seen, *known_to_ranks, *(m.bad for m in micro)])
+        where = transfer.add([*held, *seen, *known_to_ranks, *(m.loss_nonfinite for m in micro)])
 
         def read() -> Finished:
             values = transfer.values(where)

@@ -69,10 +69,6 @@ class OnHost:
 
     # gradients
 
-    def nonfinite(self, grads: list[Tensor]) -> Any:
-        """Is any element of these non-finite?"""
-        return look(grads, 1.0, amax=False).nonfinite
-
     def look(
         self, window: Window, full: Set[int], *, norm: bool, amax: bool, clips: bool
     ) -> Inspection:

@@ -39,7 +39,7 @@ from ..ranks.group import ALONE, RankGroup
 from ..ranks.sharding import distributed
 from .accumulation import DropBad
 from .finite_check import dense
-from .graph import FullPrecision, leaves
+from .graph import FullPrecision
 from .on_device import OnDevice
 from .on_host import OnHost
 from .retrying import Parameters
@@ -100,8 +100,7 @@ class Scale:
         """From now on the state is on a device; what the window holds comes along."""
         home = self.home = OnDevice(self.home.numbers(), self.home.skipped, device)
         for m in self.micro:
-            m.bad = torch.full((), bool(m.bad), device=home.device)
-            m.loss_nonfinite = m.bad
+            m.loss_nonfinite = torch.full((), bool(m.loss_nonfinite), device=home.device)
 
     def numbers(self) -> Any:
         """The state in Python numbers."""
@@ -119,8 +118,6 @@ class Scale:
         """loss * scale, in float32 at least; notes whether the loss was finite."""
         if not loss.is_floating_point():
             raise MisuseError(f"scale() wants a floating-point loss, this is {loss.dtype}")
-        if self.calls and (self.home.late or not any(m.bad for m in self.micro)):
-            self._look_back(loss)
         if loss.dtype is torch.float16:
             self.ceiling = HALF_LOSS_CEILING
             if not self.calls:
@@ -129,7 +126,7 @@ class Scale:
         value, nonfinite = self.home.flag(loss, self.settings.recorded)
         self.loss_bad = self.loss_bad or nonfinite is not False
         self.loss = self.loss + value
-        self.micro.append(MicroBatch(nonfinite, nonfinite))
+        self.micro.append(MicroBatch(nonfinite))
         if watchers:
             claim(self, loss)
         if self.settings.wants_amax and not self.learned:
@@ -138,19 +135,6 @@ class Scale:
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         scale = self.home.state.scale
         return wide * (scale.to(loss.device, non_blocking=True) if self.home.late else scale)
-
-    def _look_back(self, loss: Tensor) -> None:
-        """Did the micro-batch before this one leave something non-finite behind?"""
-        grads = self._known_gradients(loss)
-        if grads:
-            last = self.micro[-1]
-            last.bad = namespace(self.home.xp).or_(last.bad, self.home.nonfinite(grads))
-
-    def _known_gradients(self, loss: Tensor) -> list[Tensor]:
-        """Of the optimizers seen so far; before the first step, of what the loss depends on."""
-        params = [p for o in self.groups for group in o.param_groups for p in group["params"]]
-        grads = (p.grad for p in params or leaves(loss))
-        return [dense(g) for g in grads if g is not None and not g.is_sparse]
 
     # micro-batches that are dropped
 
@@ -489,7 +473,7 @@ class Scale:
                     raise
         which, failed = None, not home.late and cause not in APPLIED
         if failed:
-            which = first_bad([m.bad for m in self.micro], self.dropped)
+            which = first_bad([m.loss_nonfinite for m in self.micro], self.dropped)
         finished = Finished(
             self.steps,
             home.state,

@@ -19,11 +19,10 @@ APPLIED = (Cause.NONE, Cause.NO_GRADIENTS, Cause.WEIGHT_RANGE)
 
 @dataclass
 class MicroBatch:
-    """One scaled loss of a window; flags are bools, or bool tensors on a device."""
+    """One scaled loss of a window."""
 
     loss_nonfinite: Any
-    bad: Any
-    """Was its loss or, as far as anybody looked, its gradient non-finite?"""
+    """A bool, or a bool tensor on a device."""
     dropped: bool = False
 
 
@@ -67,12 +66,11 @@ class Window:
 
 
 def first_bad(flags: Sequence[Any], dropped: Sequence[int]) -> int | None:
-    """The first bad one of several micro-batches; if none had shown by the end, the last."""
+    """The first of several micro-batches that was dropped, or whose loss was non-finite; None if
+    there is none: gradients arrive as one sum."""
     if dropped:
         return dropped[0]
-    if len(flags) < 2:
-        return None
-    return next((i for i, bad in enumerate(flags) if bad), len(flags) - 1)
+    return next((i for i, bad in enumerate(flags) if bad), None) if len(flags) > 1 else None
 
 
 def shown(finished: Sequence[Finished]) -> Finished:
