@@ -24,6 +24,7 @@ from ...core import (
 )
 from ...errors import MisuseError, TrainingHalted, add_note
 from ..gradient_source import gradients_of, refuse_nan
+from ..uncompiled import uncompiled
 from .accumulation import DropBad
 from .checkpoint import load, save
 from .graph import leaves
@@ -88,6 +89,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     # scale
 
+    @uncompiled
     def scale(self, outputs: Any, *, key: str | None = None) -> Any:
         """loss * scale; a list or tuple is scaled one by one. `key` names one of several losses.
 
@@ -110,6 +112,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             f"scale() wants a tensor or an iterable of tensors, this is {type(outputs).__name__}"
         )
 
+    @uncompiled
     def get_scale(self, key: str | None = None) -> float:
         """The scale of the next step; 1.0 if disabled."""
         if not self.active:
@@ -134,6 +137,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         scale.call = call
         return scale, scale.inspect(optimizer, norm=clips)
 
+    @uncompiled
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
         """Takes the scale out of the gradients, so that they can be looked at or clipped by hand.
 
@@ -146,6 +150,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 window.unscaled = True
             window.source.note()
 
+    @uncompiled
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, key: str | None = None) -> Tensor:
         """Clips the true gradients at `max_norm` and returns their norm before clipping.
 
@@ -167,6 +172,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     # step
 
+    @uncompiled
     def step(
         self,
         optimizer: Any,
@@ -267,6 +273,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     # update
 
+    @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale (of every key) by what the steps since the last update showed.
 
@@ -308,6 +315,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
     # what happened
 
     @property
+    @uncompiled
     def result(self) -> StepResult | None:
         """What the last step came to; None before the first. On a device this reads it."""
         if isinstance(self._last, Window):
@@ -351,6 +359,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """
         return calibrate(self, closure, model, key) if self.active else 1.0
 
+    @uncompiled
     def train_step(
         self,
         closure: Callable[[], Any],
