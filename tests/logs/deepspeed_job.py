@@ -1,6 +1,6 @@
 """A DeepSpeed run on the CPU in float16 whose backward pass turns NaN; its console is its log.
 
-python deepspeed_job.py STAGE STEPS BAD    NaN gradients from step BAD on
+python deepspeed_job.py STAGE STEPS BAD LEVEL    NaN gradients from step BAD on; INFO or WARNING
 """
 
 import os
@@ -39,7 +39,7 @@ class Net(torch.nn.Module):
         return self.last(Spoiled.apply(torch.tanh(self.first(x)))).float().square().mean()
 
 
-def main(stage, steps, bad):
+def main(stage, steps, bad, level):
     type(get_accelerator()).is_fp16_supported = lambda self: True
     torch.manual_seed(0)
     net = Net()
@@ -54,9 +54,8 @@ def main(stage, steps, bad):
             "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1},
         },
     )
-    logger.setLevel("INFO")
-    for handler in logger.handlers:
-        handler.setLevel("INFO")
+    for each in (logger, *logger.handlers) if level == "INFO" else ():
+        each.setLevel(level)
     for step in range(1, steps + 1):
         Spoiled.on = step >= bad
         loss = engine(torch.randn(4, 8).half())
@@ -64,4 +63,4 @@ def main(stage, steps, bad):
         engine.step()
 
 
-main(*map(int, sys.argv[1:]))
+main(*map(int, sys.argv[1:4]), sys.argv[4])

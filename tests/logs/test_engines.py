@@ -26,19 +26,18 @@ def port():
 # DeepSpeed
 
 
-@pytest.fixture(scope="module")
-def deepspeed_log(tmp_path_factory):
-    """ZeRO stage 1 in float16, whose gradients are NaN from step 12 on."""
-    log = tmp_path_factory.mktemp("deepspeed") / "train.log"
-    job = [sys.executable, str(HERE / "deepspeed_job.py"), "1", "40", "12"]
+def deepspeed_job(log, stage, level):
+    """ZeRO in float16, whose gradients are NaN from step 12 on."""
+    job = [sys.executable, str(HERE / "deepspeed_job.py"), stage, "40", "12", level]
     environment = {**os.environ, "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as out:
         done = subprocess.run(job, stdout=out, stderr=out, env=environment, check=False)
     assert done.returncode == 1
-    return log
 
 
-def test_a_deepspeed_run_that_died_at_the_smallest_scale(deepspeed_log):
+def test_a_deepspeed_run_that_died_at_the_smallest_scale(tmp_path):
+    deepspeed_log = tmp_path / "train.log"
+    deepspeed_job(deepspeed_log, "1", "INFO")
     run = read_log(deepspeed_log)
     lost = [s for s in run.steps if s.skipped]
     assert [s.step for s in lost] == list(range(12, 23))
@@ -50,6 +49,16 @@ def test_a_deepspeed_run_that_died_at_the_smallest_scale(deepspeed_log):
     assert "does not show whether the loss was finite" in finding.evidence
     assert "checkpoint from before step 12" in finding.advice
     assert len(diagnose(deepspeed_log)) == 1  # the exception is its consequence
+
+
+def test_a_deepspeed_run_that_printed_no_overflow(tmp_path):
+    """As of 0.17.6, without a setting: only the exception is printed, and no step."""
+    deepspeed_job(tmp_path / "train.log", "2", "WARNING")
+    floor, hidden = diagnose(tmp_path / "train.log")
+    assert (floor.severity, floor.kind, floor.steps) == ("broken", "floor", ())
+    assert "does not show when they began" in floor.evidence
+    assert (hidden.severity, hidden.kind) == ("hint", "overflows-hidden")
+    assert '"log_level": "info"' in hidden.advice
 
 
 SCALER = """

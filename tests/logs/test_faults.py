@@ -9,6 +9,7 @@ from helpers.logs import bar, deepspeed, deepspeed_step, file, megatron, trainer
 from gradlift import diagnose
 from gradlift.analysis.coverage import coverage
 from gradlift.cli._group import gradlift
+from gradlift.errors import LogError
 from gradlift.logs import read_log
 
 NAN = float("nan")
@@ -124,6 +125,7 @@ FAULTS = {
         ),
         *(deepspeed_step(100 * i, 14) for i in range(1, 10)),
     ],
+    "overflows-hidden": [deepspeed_step(10 * i, i // 20) for i in range(1, 60)],
     "lr-moved": [
         line
         for i in range(1, 60, 3)
@@ -150,6 +152,42 @@ def test_a_fault_in_a_log_is_named(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["floor", "scale-falls", "nan-applied", "norm-nonfinite"])
 def test_a_grave_fault_comes_first(kind, tmp_path):
     assert kinds(tmp_path, FAULTS[kind])[0] == kind
+
+
+def test_skips_without_a_scale(tmp_path):
+    lines = [deepspeed_step(10 * i, max(0, 10 * (i - 10))) for i in range(1, 40)]
+    [finding, hidden] = found(tmp_path, lines)
+    assert (finding.title, finding.kind) == ("Every step is skipped", "floor")
+    assert "since step 101). The log does not show" in finding.evidence
+    assert hidden.kind == "overflows-hidden"
+
+
+def test_warnings_of_deepspeed_alone_are_no_proof_of_health(tmp_path):
+    warning = (
+        "[2026-11-19 21:42:17,965] [WARNING] [engine.py:2304:_sanity_check] proceed with caution"
+    )
+    info = warning[:26] + "[INFO] [logging.py:1:log_dist] [Rank 0] DeepSpeed info: version=1"
+    sound = HEALTHY["transformers"]
+    assert kinds(tmp_path, [warning, *sound]) == ["overflows-hidden"]
+    assert kinds(tmp_path, [info, warning, *sound]) == []
+    with pytest.raises(LogError):
+        found(tmp_path, [info, warning])  # nothing of a run
+
+
+def test_the_floor_of_fairseq(tmp_path):
+    """Its exception, and fairseq2's message, which tries one step at ever smaller scales."""
+    note = "NOTE: gradient overflow detected, ignoring gradient, setting loss scale to: {}"
+    lines = [note.format(2.0**-e) for e in range(14)]
+    lines += ["Traceback (most recent call last):", '  File "train.py", line 3, in main']
+    lines += ["FloatingPointError: Minimum loss scale reached (0.0001). Try lowering the rate."]
+    assert kinds(tmp_path, lines) == ["floor"]
+    line = "Overflow detected at step 12, ignoring gradient, {}."
+    fell = "decreasing loss scale from {} to {}"
+    lines = [line.format(fell.format(2.0**-e, 2.0 ** (-e - 1))) for e in range(13)]
+    lines += [line.format("loss scale is already at minimum (0.0001)")]
+    run = read_log(file(tmp_path / "run.log", lines * 2))  # another rank, later
+    assert [s.scale for s in run.steps][:14] == [2.0**-e for e in range(13)] + [0.0001]
+    assert kinds(tmp_path, lines) == ["floor"]
 
 
 def test_megatron_leaves_out_a_loss_that_is_nan(tmp_path):

@@ -158,8 +158,9 @@ class Assembly:
         if last.scale is None and last.next_scale is None and not last.halted:
             return row.step is None or row.step == last.number
         if row.step is not None and row.step == last.number:
-            self.repeated += 1
-            return True
+            same = None in (row.scale, last.scale) or row.scale == last.scale
+            self.repeated += same
+            return same  # fairseq2 tries the same step again, at a lower scale
         moved = row.next_scale is not None and row.scale != row.next_scale
         ranked = row.rank is not None and last.rank is not None
         if not ranked and moved and not row.hysteresis and row.next_scale == last.next_scale:

@@ -101,6 +101,9 @@ class Console:
 
     def take(self, row: Row) -> None:
         """A row of the line that was read last."""
+        if row.sign is not None:
+            self.found[row.format] = self.found.get(row.format, 0) + row.sign
+            return
         at = self._at
         if row.in_epochs:
             if row.step is not None:

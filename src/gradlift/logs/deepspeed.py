@@ -22,6 +22,7 @@ _MOVED = re.compile(
 )
 _STEP = re.compile(rf"step=(?P<step>{I}), skipped=(?P<skipped>{I}), lr=\[(?P<lr>{N})?")
 _PIPE = re.compile(rf"steps: (?P<step>{I}) loss: (?P<loss>{N}) ")
+_WARNING = re.compile(r"^\[[\d,: -]{19,26}\] \[WARNING\] \[\w{1,60}\.py:\d{1,6}:\w{1,80}\]")
 _STATIC = "OVERFLOW! Skipping step. Gradients are non-finite"
 _COLOSSAL = re.compile(
     rf"Overflow occurs, the loss scale is adjusted to (?P<next>{N})|Found overflow\. Skip step"
@@ -81,6 +82,15 @@ def _minimum(line: str) -> Iterator[Row]:
     yield Row(_NAME, skipped=True, floor=True)
 
 
+def _info(line: str) -> Iterator[Row]:
+    yield Row(_NAME, sign=1)
+
+
+def _warning(line: str) -> Iterator[Row]:
+    if _WARNING.match(line):
+        yield Row(_NAME, sign=0)
+
+
 def _colossal(line: str) -> Iterator[Row]:
     """Verbose, it says so twice: where the scale goes, and that the step is skipped."""
     for found in _COLOSSAL.finditer(line):
@@ -108,6 +118,8 @@ FORMATS = (
             ", skipped=": _steps,
             "samples/sec": _pipeline,
             "Current loss scale already at minimum": _minimum,
+            "] DeepSpeed info: version": _info,
+            "] [WARNING] [": _warning,
         },
         wraps=("OVERFLOW!", "Attempted loss"),
     ),

@@ -237,6 +237,7 @@ def _header(found: dict[str, int], assembly: Assembly) -> dict[str, Any]:
         "repeated": assembly.repeated,
         "left_out": assembly.thinned,
         "hysteresis": assembly.kept_scale,
+        "quiet": 0 in found.values(),
     }
 
 
@@ -311,4 +312,5 @@ def _added(run: Run, other: Run) -> dict[str, Any]:
     mine, theirs = run.header, other.header
     added = {n: mine[n] + theirs[n] for n in ("lines", "guessed", "repeated", "left_out")}
     lists = {n: list(dict.fromkeys(mine[n] + theirs[n])) for n in ("formats", "cannot_know")}
-    return {**mine, **added, **lists, "hysteresis": mine["hysteresis"] + theirs["hysteresis"]}
+    added["hysteresis"] = mine["hysteresis"] + theirs["hysteresis"]
+    return {**mine, **added, **lists, "quiet": mine["quiet"] and theirs["quiet"]}

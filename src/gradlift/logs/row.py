@@ -45,6 +45,8 @@ class Row(NamedTuple):
     came of it."""
     counted: bool = True
     """Does the log's step number also count steps that were skipped?"""
+    sign: int | None = None
+    """No step, but a sign of this trainer: 1 if it prints its usual lines, 0 if only warnings."""
     rank: int | None = None
     culprit: str = ""
     key: str = ""

@@ -26,6 +26,7 @@ from .logs import (
     nan_applied,
     norm_nonfinite,
     norm_rising,
+    overflows_hidden,
     resume_lost_scale,
     scale_falls,
 )
@@ -130,6 +131,7 @@ CHECKS: tuple[Check, ...] = (
     odd_scale,
     norm_rising,
     hysteresis,
+    overflows_hidden,
     spike,
     crash,
     empty_run,

@@ -9,6 +9,10 @@ from ..words import count
 from .finding import Finding
 
 END = "end"
+_AT_THE_FLOOR = (
+    "Load the last checkpoint, and record some steps with gradlift run: it names the first "
+    "operation, input or parameter that is not finite."
+)
 _KNOWN = (  # part of a message, the kind that it shows, its title, its cure
     (
         "step() has already been called since the last update()",
@@ -45,8 +49,13 @@ _KNOWN = (  # part of a message, the kind that it shows, its title, its cure
         "oss scale already at minimum",
         "floor",
         "The scale reached its floor",
-        "Load the last checkpoint, and record some steps with gradlift run: it names the first "
-        "operation, input or parameter that is not finite.",
+        _AT_THE_FLOOR,
+    ),
+    (
+        "Minimum loss scale reached",
+        "floor",
+        "The scale reached its floor",
+        _AT_THE_FLOOR,
     ),
     (
         "out of memory",
@@ -69,7 +78,7 @@ def crash(run: Run) -> Finding | None:
         return None
     frames = [f for f in facts.get("frames") or [] if isinstance(f, list) and len(f) == 3]
     place, _, source = frames[-1] if frames else ("", "", "")
-    at = f" at {place}: `{source}`" if place else ""
+    at = f" at {place}{f': `{source}`' if source else ''}" if place else ""
     kind, message = facts.get("type", "an exception"), str(facts.get("message", ""))
     for text, found, title, advice in _KNOWN:
         if text in message:

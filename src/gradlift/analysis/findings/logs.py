@@ -171,6 +171,38 @@ def resume_lost_scale(run: Run) -> Finding | None:
     return None
 
 
+def overflows_hidden(run: Run) -> Finding | None:
+    """The log counts skipped steps, and has no line of an overflow: the log level hides them."""
+    formats = run.header.get("formats") if of_a_log(run) else None
+    if not isinstance(formats, list) or "deepspeed" not in formats:
+        return None
+    lost = [s for s in run.steps if overflowed(s)]
+    counted = [s for s in lost if s.verdict is not Verdict.HALT]
+    if any(s.scale == s.scale for s in lost):
+        return None
+    if counted:
+        skips = count(len(counted), "skipped step")
+        shown = f"The log counts {skips}, and has no line about any of them"
+    elif lost:
+        shown = "The scale reached its minimum, and the log has no overflow on the way there"
+    elif run.header.get("quiet") is True:
+        shown = "The log has warnings of DeepSpeed, and none of its other lines"
+    else:
+        return None
+    return Finding(
+        "hint",
+        "Overflows are not printed",
+        f"{shown}: since 0.17.6 DeepSpeed prints them only at the log level info. That there is no "
+        "OVERFLOW line is no proof of health.",
+        numbers(counted),
+        (),
+        'Set "log_level": "info" in DeepSpeed\'s configuration. The scale is then known, too.',
+        "overflows-hidden",
+        "",
+        "certain" if lost else "likely",
+    )
+
+
 def _behind(run: Run, first: int) -> list[Step]:
     """The steps after the last time that the numbers went back to `first`."""
     at = max((i for i, s in enumerate(run.steps) if s.step == first), default=0)

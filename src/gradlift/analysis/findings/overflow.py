@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from statistics import median
 
-from ...core import Cause
+from ...core import Cause, Verdict
 from ...journal import Run, Step
 from ..exponents import culprit_of
 from ..words import count, power
@@ -48,7 +48,10 @@ def thrash(steps: list[Step], run: Run) -> Finding | None:
         f"each time losing a step{_led(name, led, len(bad))}.",
         numbers(bad),
         (name,) if name else (),
-        'Use rule="auto", which measures how large gradients are before it raises the scale '
+        f"Hold the scale at {power(at / 2)}, or let it grow less often (DeepSpeed: "
+        "loss_scale_window; Megatron: --loss-scale-window; fairseq: --fp16-scale-window)."
+        if of_a_log(run)
+        else 'Use rule="auto", which measures how large gradients are before it raises the scale '
         f'(or hold it: rule="static:{power(at / 2)}").',
         "thrash",
     )
@@ -61,22 +64,28 @@ def floor(steps: list[Step], run: Run) -> Finding | None:
     tail = _last_streak(steps)
     if not bad and len(tail) < DECAY_SKIPS:
         return None
+    if of_a_log(run) and tail and tail[-1].verdict is Verdict.HALT and not _scales(tail):
+        return _at_the_minimum(steps, tail[-1])
     at_end = bool(tail) and (len(tail) >= DECAY_SKIPS or tail[-1].cause is Cause.FLOOR)
     broken = at_end or len(bad) > FLOOR_LOST * spanned(steps, run)
     halted = at_end and len(tail) < DECAY_SKIPS
+    unknown = at_end and not halted and not _scales(tail)
     shown = tail if at_end else bad
     name, led = leader(shown)
     shown_by = (
         f"The last {count(len(tail), 'step')} of {spanned(steps, run)} were all skipped (since "
-        f"step {tail[0].step}), while the scale fell from {power(tail[0].scale)} to "
-        f"{power(tail[-1].next_scale)}{_fell(steps, run)}"
+        f"step {tail[0].step}){_over(tail)}{_fell(steps, run)}"
         if at_end
         else f"{count(len(bad), 'step')} of {len(steps)} overflowed at {power(bad[0].scale)}, the "
         f"smallest scale that the rule allows (first at step {bad[0].step})"
     )
     return Finding(
         "broken" if broken else "warning",
-        "The scale decays without end" if at_end and not halted else "The scale reached its floor",
+        "Every step is skipped"
+        if unknown
+        else "The scale decays without end"
+        if at_end and not halted
+        else "The scale reached its floor",
         f"{shown_by}{_led(name, led, len(shown))}. No scale is small enough, so the scale is not "
         "the cause.",
         numbers(shown),
@@ -121,8 +130,11 @@ def start(steps: list[Step], run: Run) -> Finding | None:
         f"{power(first[0].scale)} to {power(to)}.",
         numbers(first),
         (),
-        f"Start from init_scale={power(to)}, or let train_step(retries={len(first)}, ...) compute "
-        "the first batch again instead of losing it.",
+        f"Start from {power(to)} (DeepSpeed: initial_scale_power; Megatron: --initial-loss-scale; "
+        "fairseq: --fp16-init-scale)."
+        if of_a_log(run)
+        else f"Start from init_scale={power(to)}, or let train_step(retries={len(first)}, ...) "
+        "compute the first batch again instead of losing it.",
         "start",
     )
 
@@ -167,8 +179,11 @@ def overflows(steps: list[Step], run: Run) -> Finding | None:
         f"{_room(headroom)}.",
         numbers(bad),
         tuple(names[:SHOWN]),
-        'Use train_step(retries=4, model=model) with rule="auto": an overflowing batch is then '
-        "computed again at a lower scale instead of being lost.",
+        "Clip the norm or lower the learning rate. If overflows come at any scale, record some "
+        "steps with gradlift run, which names the parameter that overflows."
+        if of_a_log(run)
+        else 'Use train_step(retries=4, model=model) with rule="auto": an overflowing batch is '
+        "then computed again at a lower scale instead of being lost.",
         "overflows",
     )
 
@@ -216,7 +231,7 @@ def _fell(steps: list[Step], run: Run) -> str:
     if not of_a_log(run):
         return ""
     lost = [s for s in steps if overflowed(s)]
-    known = [s for s in lost if s.scale == s.scale]
+    known = _scales(lost)
     before = (
         f"; {count(len(lost), 'overflow')} in all since step {lost[0].step}, the first logged at "
         f"{power(known[0].scale)}"
@@ -224,6 +239,36 @@ def _fell(steps: list[Step], run: Run) -> str:
         else ""
     )
     return f"{before}. The log does not show whether the loss was finite"
+
+
+def _at_the_minimum(steps: list[Step], last: Step) -> Finding:
+    """The trainer says only at its end that the scale had fallen."""
+    after = f" after step {steps[-2].step}" if len(steps) > 1 else ""
+    return Finding(
+        "broken",
+        "The scale reached its floor",
+        f"The trainer ended{after}, since its scale was at the minimum. The log has no line about "
+        "the overflows on the way there: it does not show when they began, nor whether the loss "
+        "was finite.",
+        (last.step,) if after else (),
+        (),
+        "Load a checkpoint from well before the end, and record some steps with gradlift run: it "
+        "names the first operation, input or parameter that is not finite.",
+        "floor",
+    )
+
+
+def _scales(steps: list[Step]) -> list[Step]:
+    """Those whose scale is known."""
+    return [s for s in steps if s.scale == s.scale]
+
+
+def _over(tail: list[Step]) -> str:
+    """From which scale to which."""
+    known = _scales(tail)
+    if not known:
+        return ""
+    return f", while the scale fell from {power(known[0].scale)} to {power(known[-1].next_scale)}"
 
 
 def _led(name: str, led: int, of: int) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from itertools import pairwise
 
+from ...core import Cause
 from ...journal import Run, Step
 from ...rules.base import is_power_of_two
 from ..words import count, power
@@ -49,7 +50,7 @@ def odd_scale(steps: list[Step], run: Run) -> Finding | None:
     """A scale that is not a power of two rounds gradients."""
     odd = {scale for scale in {s.scale for s in steps} if not is_power_of_two(scale)}
     bad = [s for s in steps if s.scale in odd and 0 < s.scale < math.inf]
-    if not bad:
+    if all(s.cause is Cause.FLOOR for s in bad):  # a minimum may be odd
         return None
     nearest = power(2.0 ** min(1023, round(math.log2(bad[0].scale))))
     return Finding(
