@@ -32,7 +32,7 @@ def deepspeed_job(log, stage, level):
     environment = {**os.environ, "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as out:
         done = subprocess.run(job, stdout=out, stderr=out, env=environment, check=False)
-    assert done.returncode == 1
+    assert done.returncode == (stage != "0")  # stage 0 goes on at its smallest scale
 
 
 def test_a_deepspeed_run_that_died_at_the_smallest_scale(tmp_path):
@@ -49,6 +49,17 @@ def test_a_deepspeed_run_that_died_at_the_smallest_scale(tmp_path):
     assert "does not show whether the loss was finite" in finding.evidence
     assert "checkpoint from before step 12" in finding.advice
     assert len(diagnose(deepspeed_log)) == 1  # the exception is its consequence
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_the_other_stages_of_deepspeed(stage, tmp_path):
+    """Stage 0 prints two lines about an overflow, and counts from 0."""
+    deepspeed_job(tmp_path / "train.log", stage, "INFO")
+    lost = [s for s in read_log(tmp_path / "train.log").steps if s.skipped]
+    assert [s.step for s in lost][:11] == list(range(12, 23))
+    assert [s.scale for s in lost][:11] == [2.0**e for e in range(10, -1, -1)]
+    [finding] = diagnose(tmp_path / "train.log")
+    assert (finding.severity, finding.kind, finding.steps[0]) == ("broken", "floor", 12)
 
 
 def test_a_deepspeed_run_that_printed_no_overflow(tmp_path):

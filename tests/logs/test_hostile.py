@@ -52,6 +52,13 @@ def test_bytes_that_are_no_text_between_the_lines(tmp_path):
     assert [s.step for s in read_log(path).steps][-1] == 11
 
 
+def test_zeros_in_front(tmp_path):
+    """Of a log that was cut while its writer held it open."""
+    path = tmp_path / "run.log"
+    path.write_bytes(b"\0" * 70_000 + b"iter 3: loss 2.5, time 1ms\n")
+    assert [s.step for s in read_log(path).steps] == [3]
+
+
 def test_blocks_may_end_anywhere(tmp_path):
     data = ("\r\n".join(LINES) + "\n").encode()
     whole = read_log(file(tmp_path / "run.log", LINES))

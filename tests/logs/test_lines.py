@@ -206,6 +206,14 @@ def test_a_progress_bar_gives_an_overflow_its_number(tmp_path):
     assert run.header["guessed"] == 0
 
 
+@pytest.mark.parametrize("total", [100, 5000])
+def test_the_bar_of_an_evaluation_is_left_out(total, tmp_path):
+    lines = [bar(500, 1000), trainer("2.5", "1.0"), bar(10, total), bar(total, total)]
+    lines += [bar(501, 1000) + deepspeed(16, 8), bar(510, 1000) + trainer("2.4", "1.0")]
+    lines += [bar(total, total), bar(520, 1000) + trainer("2.3", "1.0")]
+    assert [s.step for s in read(tmp_path, *lines).steps] == [500, 502, 510, 520]
+
+
 def test_skips_that_are_only_counted(tmp_path):
     """Since DeepSpeed 0.17.6 an overflow prints nothing; the count shows it."""
     run = read(tmp_path, deepspeed_step(10, 0), deepspeed_step(20, 0), deepspeed_step(30, 3))

@@ -32,6 +32,7 @@ _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}?)(?:: (?P<message>.*))?$"
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python3", "<frozen", "torch/distributed/")
 _LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "RayTaskError")
 _LONGEST_TRACE = 1000  # lines
+_MOST_BARS = 100
 _FRAMES = 5
 _LONGEST = 500  # characters of a message
 
@@ -58,6 +59,8 @@ class Console:
             self._wraps += each.wraps
         self._at: int | None = None
         self._of = self._passed = 0
+        self._left: tuple[int, int, int] | None = None  # the bar before that of `_of`
+        self._others: set[int] = set()  # totals of bars that are not the training's
         self._epoch = self._epochs_before = 0
         self._cut = ""  # the beginning of a message that a terminal may have cut
         self._trace: _Trace | None = None
@@ -133,11 +136,19 @@ class Console:
 
     def _progress(self, line: str) -> None:
         """The bar of the training itself has no label; one that is full is followed by the next
-        epoch's."""
+        epoch's. The larger one is taken, unless the smaller one goes on after it."""
         for found in _BAR.finditer(line):
             done, of = int(found["done"]), int(found["all"])
-            if found["label"] or of < self._of:
+            if found["label"] or of in self._others:
                 continue
+            if of < self._of:
+                if self._left is None or of != self._left[0] or done <= self._left[1]:
+                    continue
+                if len(self._others) < _MOST_BARS:
+                    self._others.add(self._of)
+                self._of, self._at, self._passed = of, *self._left[1:]
+            elif of > self._of and self._at is not None:
+                self._left = self._of, self._at - self._passed, self._passed
             if self._at is not None and of == self._of and done < self._at - self._passed == of:
                 self._passed += of
             self._of, self._at = of, self._passed + done

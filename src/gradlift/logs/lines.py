@@ -44,6 +44,7 @@ class Lines:
 
     @staticmethod
     def _text(text: str) -> str:
+        text = text.replace("\0", "")  # of a log that was cut while it was written, or UTF-16
         return _CODES.sub("", text) if "\x1b" in text else text
 
 
