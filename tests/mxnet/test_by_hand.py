@@ -134,3 +134,24 @@ def test_beside_a_trainers_own_scaler():
     with pytest.raises(MisuseError, match="leave the call out"):
         scaler.update_scale(True)
     assert math.isfinite(scaler.result.grad_norm)
+
+
+def test_scripts_read_and_set_the_scaler_at_the_trainer():
+    """gluon-nlp's clip by `trainer._amp_loss_scaler.loss_scale`; sockeye sets `_scale_seq_len`."""
+    trainer = sgd(parameters())
+    scaler = gl.init_trainer(trainer)
+    trainer._amp_loss_scaler._scale_seq_len = 2
+    assert scaler.rule.growth_interval == scaler._scale_seq_len == 2
+    for spoil in (1, 1, 1, 1, 1):
+        step(gl, trainer, spoil=spoil)
+        assert trainer._amp_loss_scaler.loss_scale == scaler.get_scale()
+    assert scaler.loss_scale == 2.0**18
+    held = weights(trainer)
+    step(gl, trainer, spoil=INF)
+    assert same(weights(trainer), held)
+    with pytest.raises(MisuseError, match=r"after the first step.*growth_interval=5"):
+        scaler._scale_seq_len = 5
+    off = sgd(parameters())
+    gl.init_trainer(off, "off")
+    step(gl, off, spoil=INF)  # nothing is looked at, by MXNet neither
+    assert not np.isfinite(weights(off)[0]).all()

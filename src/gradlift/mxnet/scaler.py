@@ -8,6 +8,7 @@ scale is taken out by the optimizer itself, through its `rescale_grad`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -104,11 +105,29 @@ class Scaler(LossScaleOwner):
         trainer._allreduce_grads = self._reduce
         trainer._update = self._update
         trainer.load_states = self._load_states
+        trainer._amp_loss_scaler = self  # scripts read its loss_scale, and set its interval
 
     @property
     def loss_scale(self) -> float:
         """MXNet's name for `get_scale()`."""
         return self.get_scale()
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """MXNet's name for the rule's `growth_interval`, which scripts set after `init_trainer`."""
+        return int(getattr(self.rule, "growth_interval", 0))
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, steps: int) -> None:
+        if self.steps or not hasattr(self.rule, "growth_interval"):
+            raise MisuseError(
+                f"_scale_seq_len was set {'after the first step' if self.steps else ''} on the "
+                f"rule '{self.rule}': give the interval to init_trainer(trainer, "
+                f"'mxnet:growth_interval={steps}')"
+            )
+        rule = dataclasses.replace(self.rule, growth_interval=steps)  # type: ignore[type-var]
+        self._loss_scale.rule = rule
+        self._channel.rule = rule
 
     def has_overflow(self, params: Iterable[Any] | None = None) -> bool:
         """Is a gradient of these parameters (the trainer's) not finite now? Changes nothing."""
@@ -259,7 +278,11 @@ class Scaler(LossScaleOwner):
         optimizer.rescale_grad = factor
 
     def _apply(self, ignore_stale_grad: bool) -> None:
-        type(self.trainer)._update(self.trainer, ignore_stale_grad)
+        self.trainer._amp_loss_scaler = None  # it was looked at: MXNet is not to look again
+        try:
+            type(self.trainer)._update(self.trainer, ignore_stale_grad)
+        finally:
+            self.trainer._amp_loss_scaler = self
 
     def _finish(
         self,

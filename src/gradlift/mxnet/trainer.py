@@ -90,7 +90,8 @@ def check_half(trainer: Any) -> None:
 
 
 def check_own(trainer: Any) -> None:
-    if getattr(trainer, "_amp_loss_scaler", None) is not None:
+    held = getattr(trainer, "_amp_loss_scaler", None)
+    if held is not None and held is not getattr(trainer, "_gradlift_scaler", None):
         raise MisuseError(
             "this trainer was given to MXNet's own amp.init_trainer() as well, and would be scaled "
             "twice: leave that call out, gradlift.mxnet's takes its place"
