@@ -3,6 +3,8 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from flax import nnx
 from helpers.jax import ADAMW, bits
 
@@ -146,3 +148,72 @@ def test_flax_nnx_optimizer_carries_the_scaler():
 
     losses = [float(step(model, optimizer)) for _ in range(30)]
     assert losses[-1] < losses[0] / 2
+
+
+class Counting(nnx.Module):
+    """A float32 net that changes itself in the forward pass."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 8, use_bias=False, rngs=rngs)  # of which norm is blind
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.outer = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(jnp.tanh(self.norm(self.inner(x))))
+
+
+def nnx_plain(model, optimizer, scaler, times):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.square(m(INPUTS)).sum() * times)(model)
+    optimizer.update(model, grads)
+    return scaler, loss
+
+
+def nnx_update(model, optimizer, grads):
+    optimizer.update(model, grads)
+
+
+def nnx_explicit(model, optimizer, scaler, times):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_fn(params):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return jnp.square(model(INPUTS)).sum() * times, nnx.split(model, nnx.Param, ...)[2]
+
+    (loss, rest), grads, scaler, result = gl.value_and_grad(loss_fn, has_aux=True)(scaler, params)
+    nnx.update(model, rest)
+    nnx.cond(result.stepped, nnx_update, lambda *_: None, model, optimizer, grads)
+    return scaler, loss
+
+
+def nnx_wrapped(model, optimizer, scaler, times):
+    loss_fn = gl.scaled(lambda m: jnp.square(m(INPUTS)).sum() * times, optimizer.opt_state)
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads, value=loss)
+    return scaler, loss
+
+
+@pytest.mark.parametrize("how", [nnx_explicit, nnx_wrapped])
+def test_an_nnx_step_is_the_plain_one_and_a_skip_changes_nothing(how):
+    made = []
+    for step, tx in ((nnx_plain, ADAMW), (how, gl.wrap(ADAMW, "static:2^10"))):
+        model = Counting(nnx.Rngs(0))
+        tx = ADAMW if step is nnx_explicit else tx
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        run, scaler = nnx.jit(step), gl.Scaler("static:2^10")
+        for _ in range(5):
+            scaler, _ = run(model, optimizer, scaler, 1.0)
+        made.append((model, optimizer, run, scaler))
+    (plain, *_), (model, optimizer, run, scaler) = made
+    for kind in (nnx.Param, nnx.BatchStat):
+        found, wanted = (jax.tree.leaves(nnx.state(m, kind)) for m in (model, plain))
+        assert len(found) > 1
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)  # XLA fuses them differently
+    before = bits(nnx.state(model, nnx.Param)), int(optimizer.step[...])
+    after_skip, _ = run(model, optimizer, scaler, jnp.inf)
+    assert bits(nnx.state(model, nnx.Param)) == before[0]
+    if how is nnx_explicit:
+        assert int(optimizer.step[...]) == before[1]
+        assert int(after_skip.skipped_steps) == 1
+    else:
+        assert int(optimizer.opt_state.scaler.skipped_steps[...]) == 1
