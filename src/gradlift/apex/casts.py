@@ -53,7 +53,7 @@ def _forward(
 ) -> Any:
     model = model if _amp_module is None else _amp_module
     forward = inner or functools.partial(type(model).forward, model)
-    if AMP.paused:
+    if AMP.no_casts:
         return forward(*args, **kwargs)
     args, kwargs = in_single((args, kwargs))
     with torch.autocast(_device_of(model, args, kwargs), torch.float16):

@@ -252,6 +252,12 @@ def settle_all() -> None:
         take(loss_id)
 
 
+def settle(loss_id: int) -> None:
+    """Before this loss' scale changes by hand."""
+    if any(each.loss_id == loss_id for each in _passes):
+        take(loss_id)
+
+
 def take(loss_id: int) -> None:
     """Unscales all that has this loss's scale, moves the scale, remembers an overflow."""
     scaler, key = AMP.scaler, AMP.key(loss_id)
@@ -270,6 +276,7 @@ def take(loss_id: int) -> None:
     finally:
         scaler.update()
     bad = {guard: result for guard, result in results.items() if result.skipped}
+    AMP.overflows[loss_id] = bool(bad)
     if bad:
         overflow = Overflow(_line(loss_id, next(iter(bad.values())), scaler.get_scale(key)))
         hit = (guard for each in done if {*each.guards} & {*bad} for guard in each.guards)

@@ -25,6 +25,7 @@ class Level:
     keep_batchnorm_fp32: bool | None
     master_weights: bool | None
     loss_scale: float | str
+    opt_level: str = ""
 
     @property
     def half(self) -> torch.dtype | None:
@@ -46,7 +47,7 @@ def level(opt_level: str, **overrides: Any) -> Level:
 
     >>> level("O2", keep_batchnorm_fp32="False", loss_scale="128.0", master_weights=None)
     Level(cast_model_type=torch.float16, patch_torch_functions=False, keep_batchnorm_fp32=False, \
-master_weights=True, loss_scale=128.0)
+master_weights=True, loss_scale=128.0, opt_level='O2')
     """
     if opt_level not in LEVELS:
         raise SettingsError(f"opt_level is {opt_level!r}, expected the letter O and 0, 1, 2 or 3")
@@ -62,7 +63,7 @@ master_weights=True, loss_scale=128.0)
         given["cast_model_type"] = None
     if "loss_scale" in given:
         given["loss_scale"] = _loss_scale(given["loss_scale"])
-    return dataclasses.replace(LEVELS[opt_level], **given)
+    return dataclasses.replace(LEVELS[opt_level], opt_level=opt_level, **given)
 
 
 def _check_o1(given: dict[str, Any]) -> None:

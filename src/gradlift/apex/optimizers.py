@@ -1,4 +1,5 @@
-"""`apex.optimizers`, as far as torch has the same: `FusedAdam` and `FusedSGD`."""
+"""`apex.optimizers` over torch's own: `FusedAdam`, `FusedSGD`, `FusedAdagrad`. The others can be
+imported; making one says what to use instead."""
 
 from __future__ import annotations
 
@@ -7,8 +8,17 @@ from typing import Any
 import torch
 
 from ..errors import SettingsError
+from .fp16_utils import FP16_Optimizer
 
-__all__ = ["FusedAdam", "FusedSGD"]
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]
 
 
 class FusedAdam:
@@ -80,3 +90,71 @@ class FusedSGD:
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
+
+
+class FusedAdagrad:
+    """torch's Adagrad. No kernel of apex's is in it.
+
+    >>> type(FusedAdagrad([torch.nn.Parameter(torch.ones(1))], lr=0.1)).__name__
+    'Adagrad'
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> torch.optim.Optimizer:
+        if adagrad_w_mode:
+            raise SettingsError(
+                "adagrad_w_mode=True: torch's Adagrad adds weight_decay to gradients"
+            )
+        return torch.optim.Adagrad(params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class NotHere:
+    """An optimizer that torch does not have."""
+
+    instead = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise SettingsError(
+            f"apex's {type(self).__name__} is not here, and torch has none: use {self.instead}"
+        )
+
+
+class FusedLAMB(NotHere):
+    """
+    >>> FusedLAMB([])
+    Traceback (most recent call last):
+        ...
+    gradlift.errors.SettingsError: apex's FusedLAMB is not here, and torch has none: use \
+timm.optim.Lamb from the package timm, or FusedAdam
+    """
+
+    instead = "timm.optim.Lamb from the package timm, or FusedAdam"
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """
+    >>> FusedMixedPrecisionLamb([])
+    Traceback (most recent call last):
+        ...
+    gradlift.errors.SettingsError: apex's FusedMixedPrecisionLamb is not here, and torch has none: \
+use timm.optim.Lamb from the package timm, or FusedAdam
+    """
+
+
+class FusedNovoGrad(NotHere):
+    """
+    >>> FusedNovoGrad([])
+    Traceback (most recent call last):
+        ...
+    gradlift.errors.SettingsError: apex's FusedNovoGrad is not here, and torch has none: use \
+timm.optim.NvNovoGrad from the package timm, or FusedAdam
+    """
+
+    instead = "timm.optim.NvNovoGrad from the package timm, or FusedAdam"

@@ -15,13 +15,15 @@ from ..torch.masters.half_model import cast_output
 from .casts import in_autocast, in_single
 from .guard import Guard
 from .opt_levels import Level
+from .session import AMP
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _BITS16 = (torch.float16, torch.bfloat16)
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuses what apex refuses: wrapped models, and such as are in float16 already."""
+    """Refuses what apex refuses: wrapped models, and such as are in float16 already unless
+    `_amp_state.allow_incoming_model_not_fp32`."""
     for model in models:
         if not isinstance(model, nn.Module):
             raise MisuseError(f"amp.initialize wants models, this is {type(model).__name__}")
@@ -30,7 +32,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
                 f"this model is a {type(model).__name__}: wrap it after amp.initialize, not before"
             )
         for name, p in model.named_parameters():
-            if p.dtype is torch.float16:
+            if p.dtype is torch.float16 and not AMP.allow_incoming_model_not_fp32:
                 raise MisuseError(
                     f"{name} is float16 already: amp.initialize wants a float32 model, and wants "
                     "it once; every opt_level converts by itself"
@@ -87,8 +89,8 @@ def prepared_optimizers(
 ) -> list[Any]:
     """Guards each; with masters, which begin as the weights that `convert` rounds."""
     params = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
-    masters = bool(chosen.master_weights) and chosen.half is not None
-    exact = [[p.detach().clone() for p in its] if masters else [] for its in params]
+    masters = bool(chosen.master_weights)
+    exact = [[p.detach().clone().float() for p in its] if masters else [] for its in params]
     convert()
     ready: list[Any] = []
     for optimizer, its, weights in zip(optimizers, params, exact):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from ..errors import MisuseError
 from ..journal import JournalLike
 from ..rules import Rule
 from ..torch import GradScaler
+from ..torch.scaler.settings import with_scale_allowed
+from .opt_levels import Level, scale_rule
 
 
 @dataclass
@@ -25,16 +27,32 @@ class Amp:
     verbosity: int = 1
     casts: bool = False
     """Do functions with a type of their own cast? Models at O1 always do."""
+    opt_properties: Level | None = None
+    """The level, with what was overridden."""
+    handle: Any = None
+    """`handle._deactivate()` ends the casts, those of models too."""
+    deactivated: bool = False
+    overflows: dict[int, bool] = field(default_factory=dict)
+    """Of each loss: did its latest pass have gradients that are not finite?"""
     initialized: bool = False
     paused: int = 0
+    allow_incoming_model_not_fp32: bool = False
+    """May a model that comes to `initialize` have float16 weights? Scripts set it."""
+
+    @property
+    def no_casts(self) -> bool:
+        return bool(self.paused or self.deactivated)
 
     @property
     def casting(self) -> bool:
-        return self.casts and not self.paused
+        return self.casts and not self.no_casts
 
     def begin(self, **settings: Any) -> None:
-        """Starts anew; `disable_casts` around it stays."""
-        vars(self).update(vars(Amp(**settings, initialized=True, paused=self.paused)))
+        """Starts anew; `disable_casts` around it stays, and what the script has allowed."""
+        if self.handle is not None:
+            self.handle._deactivate()
+        kept = {name: getattr(self, name) for name in ("paused", "allow_incoming_model_not_fp32")}
+        vars(self).update(vars(Amp(**settings, initialized=True, **kept)))
 
     def check(self) -> None:
         if not self.initialized:
@@ -53,24 +71,65 @@ class Amp:
         return None if self.num_losses == 1 else f"loss {loss_id}"
 
     @property
-    def loss_scalers(self) -> list[LossScaler]:
-        """As scripts know them from apex, to print the scale."""
-        return [LossScaler(self, i) for i in range(self.num_losses if self.scaler else 0)]
+    def loss_scalers(self) -> list[LossScalerView]:
+        """As scripts know them from apex, to print the scale or to set it."""
+        return [LossScalerView(self, i) for i in range(self.num_losses if self.scaler else 0)]
 
 
-class LossScaler:
+class LossScalerView:
     """`amp._amp_state.loss_scalers[i]`."""
 
     def __init__(self, amp: Amp, loss_id: int) -> None:
         self._amp, self._loss_id = amp, loss_id
 
-    def loss_scale(self) -> float:
+    @property
+    def _scale(self) -> Any:
         assert self._amp.scaler is not None
-        return self._amp.scaler.get_scale(self._amp.key(self._loss_id))
+        return self._amp.scaler._scale_of(self._amp.key(self._loss_id))
+
+    def loss_scale(self) -> float:
+        return float(self._scale.numbers().scale)
+
+    @property
+    def dynamic(self) -> bool:
+        assert self._amp.scaler is not None
+        return not _is_constant(self._amp.scaler._rule)
 
     @property
     def _loss_scale(self) -> float:
+        """May be set by hand, outside of `amp.scale_loss`."""
         return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        from .guard import settle  # which is made of this state
+
+        settle(self._loss_id)
+        amp, scale, value = self._amp, self._scale, float(value)
+        assert amp.scaler is not None
+        rule = amp.scaler._rule
+        constant = amp.scaler._active and _is_constant(rule)
+        other = scale_rule(value) if constant else with_scale_allowed(rule, value)
+        if amp.own_rule == rule:
+            amp.own_rule = other
+        amp.scaler._use_rule(other)
+        scale.put(scale.numbers()._replace(scale=value))
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._scale.numbers().clean)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._scale.put(self._scale.numbers()._replace(clean=int(value)))
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._amp.overflows.get(self._loss_id, False)
+
+
+def _is_constant(rule: Rule) -> bool:
+    return rule.min_scale == rule.max_scale
 
 
 AMP = Amp()

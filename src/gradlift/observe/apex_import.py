@@ -11,7 +11,14 @@ import types
 from typing import Any
 
 _MODULES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-_NAMES = {"apex", *(f"apex.{name}" for name in _MODULES)}
+_INNER = {
+    "amp": ("_amp_state",),
+    "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
+    "normalization": ("fused_layer_norm",),
+    "parallel": ("LARC",),
+}
+_REFUSED = "apex.transformer"  # by the module itself, in words
+_NAMES = {"apex", _REFUSED, *(f"apex.{name}" for name in _MODULES)}
 
 
 def stand_in(quiet: bool) -> None:
@@ -26,7 +33,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name in _NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=name == "apex")
+            package = name == "apex" or name.partition(".")[2] in _INNER
+            return importlib.machinery.ModuleSpec(name, self, is_package=package)
         if name.startswith("apex."):
             has = ", ".join(_MODULES)
             raise ModuleNotFoundError(
@@ -37,6 +45,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = importlib.import_module(f"gradlift.{spec.name}")
         spec.loader_state = module.__spec__
+        for name in _INNER.get(spec.name.partition(".")[2], ()):
+            # not by an import, which would put it in the place of a class of the same name
+            sys.modules[f"{spec.name}.{name}"] = importlib.import_module(
+                f"{module.__name__}.{name}"
+            )
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer` and `network_to_half`, under apex's names.
+"""`FP16_Optimizer`: an optimizer over float32 masters, with a loss scale of its own.
 
 >>> import torch
 >>> from gradlift.apex.fp16_utils import FP16_Optimizer, network_to_half
@@ -22,20 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import Cause
-from ..errors import MisuseError, SettingsError, StateError
-from ..journal import JournalLike
-from ..rules import Rule
-from ..text import shown
-from ..torch import MasterWeights, half_model
-from ..torch.masters.saved_state import first_nonfinite
-from .opt_levels import scale_rule
-from .preparation import is_batch_norm
-from .session import make_scaler
+from ...core import Cause
+from ...errors import MisuseError, StateError
+from ...journal import JournalLike
+from ...rules import Rule
+from ...text import shown
+from ...torch import MasterWeights
+from ...torch.masters.saved_state import first_nonfinite
+from ..opt_levels import scale_rule
+from ..session import make_scaler
+from .loss_scaler import dynamic_rule
 
-__all__ = ["FP16_Optimizer", "network_to_half", "to_python_float"]
-
-_DYNAMIC = {"init_scale": "init_scale", "scale_window": "growth_interval"}
+__all__ = ["FP16_Optimizer"]
 
 
 class FP16_Optimizer:
@@ -77,7 +75,7 @@ class FP16_Optimizer:
         self.dynamic_loss_scale = dynamic_loss_scale
         self.verbose = verbose
         if rule is None and dynamic_loss_scale:
-            rule = _dynamic(dynamic_loss_args or {})
+            rule = dynamic_rule(dynamic_loss_args or {})
         elif rule is None:
             rule = scale_rule(float(static_loss_scale))
         device = next((p.device.type for p in self._params()), "cpu")
@@ -293,19 +291,6 @@ def _length(group: Any) -> int:
     return len(group) if isinstance(group, (list, tuple)) else -1
 
 
-def _dynamic(arguments: dict[str, Any]) -> Rule:
-    settings: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if name == "scale_factor":
-            settings |= {"growth_factor": float(value), "backoff_factor": 1 / float(value)}
-        elif name in _DYNAMIC:
-            settings[_DYNAMIC[name]] = value
-        else:
-            known = ", ".join([*_DYNAMIC, "scale_factor"])
-            raise SettingsError(f"dynamic_loss_args has {name!r}, expected {known}")
-    return scale_rule("dynamic", 1.0, None, name="apex-fp16", **settings)
-
-
 def _of_apex(saved: Any) -> dict[str, Any]:
     """apex pickles its scaler object; these are its attributes."""
     try:
@@ -316,23 +301,3 @@ def _of_apex(saved: Any) -> dict[str, Any]:
         return state
     except (AttributeError, TypeError, ValueError) as error:
         raise StateError(f"this loss_scaler is neither gradlift's nor apex's: {error}") from error
-
-
-def network_to_half(network: nn.Module) -> nn.Module:
-    """The network in float16, but for its batch norms; inputs are cast, outputs are float32.
-
-    As in apex it is the second of two modules, so that names in checkpoints begin with "1.".
-
-    >>> model = network_to_half(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
-    >>> {name: p.dtype for name, p in model.named_parameters() if "weight" in name}
-    {'1.0.weight': torch.float16, '1.1.weight': torch.float32}
-    """
-    return nn.Sequential(nn.Identity(), half_model(network, keep_fp32=is_batch_norm))
-
-
-def to_python_float(t: Any) -> float:
-    """
-    >>> to_python_float(torch.tensor([2.0]))
-    2.0
-    """
-    return float(t.item() if hasattr(t, "item") else t[0])

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..errors import SettingsError, warn
+from ...errors import SettingsError, warn
+from .LARC import LARC
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model"]
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
 
 SyncBatchNorm = nn.SyncBatchNorm
 
@@ -25,7 +34,9 @@ _SPEED_ONLY = {
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's own, called as apex's is. What only tuned apex's speed is accepted and ignored; with
+    """torch's own, called as apex's is. What only tuned apex's speed is accepted and ignored.
+
+    So is `gradient_predivide_factor`: gradients are averaged, whatever it is. With
     `delay_allreduce` some parameters may stay without gradients.
 
     >>> DistributedDataParallel(nn.Linear(1, 1), gradient_average=False)
@@ -45,13 +56,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: bool = False,
         **speed: Any,
     ) -> None:
-        asked = {
-            "gradient_average": (gradient_average, True),
-            "gradient_predivide_factor": (gradient_predivide_factor, 1.0),
-        }
-        for name, (given, done) in asked.items():
-            if given != done:
-                raise SettingsError(f"{name}={given}: torch's DistributedDataParallel averages")
+        if not gradient_average:
+            raise SettingsError("gradient_average=False: torch's DistributedDataParallel averages")
         unknown = {*speed} - _SPEED_ONLY
         if unknown:
             raise SettingsError(f"DistributedDataParallel has no argument {', '.join(unknown)}")
@@ -60,10 +66,33 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(module, find_unused_parameters=delay_allreduce)
 
 
+class Reducer:
+    """There to be imported, and refused when it is made.
+
+    >>> Reducer(nn.Linear(1, 1))
+    Traceback (most recent call last):
+        ...
+    gradlift.errors.SettingsError: apex's Reducer is not here: use torch.distributed.all_reduce
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise SettingsError("apex's Reducer is not here: use torch.distributed.all_reduce")
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """The group of `group_size` neighbouring ranks that this one is in; None, all ranks, for 0.
+
+    >>> create_syncbn_process_group(0) is None
+    True
+    """
+    return torch.distributed.new_subgroups(group_size)[0] if group_size else None
+
+
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """
+    """torch's SyncBatchNorm in the place of every batch norm; `channel_last` is not used.
+
     >>> convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2)))[0].__class__.__name__
     'SyncBatchNorm'
     """

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MisuseError
-from ..journal import JournalLike
-from ..rules import Rule
-from . import saved_state as _state
-from .casts import (
+from ...errors import MisuseError
+from ...journal import JournalLike
+from ...rules import Rule
+from .. import saved_state as _state
+from ..casts import (
     disable_casts,
     float_function,
     half_function,
@@ -34,13 +34,17 @@ from .casts import (
     register_half_function,
     register_promote_function,
 )
-from .guard import begin, end, give_up, guard_of, settle_all
-from .opt_levels import level, scale_rule
-from .preparation import check_models, check_optimizers, prepared_models, prepared_optimizers
-from .session import AMP, make_scaler
+from ..function_casts import AmpHandle, init
+from ..guard import begin, end, give_up, guard_of, settle_all
+from ..opt_levels import level, scale_rule
+from ..preparation import check_models, check_optimizers, prepared_models, prepared_optimizers
+from ..session import AMP, make_scaler
+from ._amp_state import _amp_state as _amp_state
+from ._amp_state import master_params
 
 __all__ = [
     "initialize",
+    "init",
     "scale_loss",
     "master_params",
     "state_dict",
@@ -53,8 +57,6 @@ __all__ = [
     "register_float_function",
     "register_promote_function",
 ]
-
-_amp_state = AMP  # scripts print `amp._amp_state.loss_scalers[0].loss_scale()`
 
 
 def initialize(
@@ -125,7 +127,9 @@ def initialize(
         num_losses=num_losses,
         verbosity=verbosity,
         casts=chosen.patch_torch_functions,
+        opt_properties=chosen,
     )
+    AMP.handle = AmpHandle([])
     returned = models if isinstance(models, nn.Module) else nets
     if optimizers is None:
         return returned
@@ -175,21 +179,6 @@ def scale_loss(
     except BaseException:
         give_up(begun)
         raise
-
-
-def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The float32 weights that `optimizer` steps, with true gradients after `scale_loss`.
-
-    >>> model = nn.Linear(2, 1)
-    >>> model, optimizer = initialize(model, torch.optim.SGD(model.parameters()), opt_level="O2")
-    >>> [p.dtype for p in master_params(optimizer)]
-    [torch.float32, torch.float32]
-    """
-    guard = getattr(optimizer, "_amp_guard", None)
-    if guard is None:  # disabled
-        return (p for group in optimizer.param_groups for p in group["params"])
-    guard.settle()
-    return iter(guard.weights())
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
