@@ -33,8 +33,11 @@ class SettingsTypeError(SettingsError, TypeError):
     """A setting has the wrong type, so it is a TypeError as well."""
 
 
-class StateError(GradliftError, ValueError):
-    """A loaded state is damaged or belongs to another rule. Nothing was changed."""
+class StateError(GradliftError, ValueError, RuntimeError):
+    """A loaded state is damaged or belongs to another rule. Nothing was changed.
+
+    PyTorch's scaler raises RuntimeError for some of these, other libraries ValueError: it is both.
+    """
 
 
 class JournalError(GradliftError, ValueError):
@@ -45,8 +48,10 @@ class LogError(JournalError):
     """A file is neither a journal nor a log of a known format."""
 
 
-class MisuseError(GradliftError, RuntimeError):
-    """Calls came in the wrong order; the message names the call that is missing."""
+class MisuseError(GradliftError, RuntimeError, ValueError):
+    """Calls came in the wrong order, or were given what they cannot take; the message names what is
+    missing. PyTorch's scaler raises RuntimeError for the first, ValueError for the second: it is
+    both."""
 
 
 class RankError(MisuseError):

@@ -603,7 +603,8 @@ def without(name):
 
 FIVE = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 ZERO = 0
-BAD = [math.nan, math.inf, -1.0, ZERO, 0.0, "8", None, True, [8.0], {}, torch.tensor(8.0), 10**400]
+PAIR = torch.tensor([8.0, 8.0])
+BAD = [math.nan, math.inf, -1.0, ZERO, 0.0, "8", None, True, [8.0], {}, PAIR, 10**400]
 BAD_KEYS = [{"a": None}, {"a": {}}, {"a": {"scale": 0.0, "clean": 0}}]
 DAMAGE = {
     **{f"without {name}": without(name) for name in FIVE},
@@ -613,8 +614,9 @@ DAMAGE = {
         for value in BAD
         if not (name == "_growth_tracker" and value is ZERO)
     },
-    "growth_factor=1": changed(growth_factor=1.0),
-    "backoff_factor=1": changed(backoff_factor=1.0),
+    "growth_factor=0.9": changed(growth_factor=0.9),
+    "backoff_factor=1.1": changed(backoff_factor=1.1),
+    "scale is a tensor of NaN": changed(scale=torch.tensor(math.nan)),
     "growth_interval=2.5": changed(growth_interval=2.5),
     "_growth_tracker=0.5": changed(_growth_tracker=0.5),
     "empty": lambda state: {},

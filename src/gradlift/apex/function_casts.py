@@ -114,7 +114,7 @@ class AmpHandle:
         >>> w.item()
         0.25
         """
-        if AMP.scaler is not None and any(each.steps for each in AMP.scaler._scales.values()):
+        if AMP.scaler is not None and AMP.scaler.result is not None:
             raise MisuseError(
                 "wrap_optimizer() was called after a loss had been scaled: wrap all optimizers "
                 "right after amp.init()"

@@ -85,7 +85,7 @@ class LossScalerView:
     @property
     def _scale(self) -> Any:
         assert self._amp.scaler is not None
-        return self._amp.scaler._scale_of(self._amp.key(self._loss_id))
+        return self._amp.scaler.scale_of(self._amp.key(self._loss_id))
 
     def loss_scale(self) -> float:
         return float(self._scale.numbers().scale)
@@ -93,7 +93,7 @@ class LossScalerView:
     @property
     def dynamic(self) -> bool:
         assert self._amp.scaler is not None
-        return not _is_constant(self._amp.scaler._rule)
+        return not _is_constant(self._amp.scaler.rule)
 
     @property
     def _loss_scale(self) -> float:
@@ -107,12 +107,12 @@ class LossScalerView:
         settle(self._loss_id)
         amp, scale, value = self._amp, self._scale, float(value)
         assert amp.scaler is not None
-        rule = amp.scaler._rule
-        constant = amp.scaler._active and _is_constant(rule)
+        rule = amp.scaler.rule
+        constant = amp.scaler.active and _is_constant(rule)
         other = scale_rule(value) if constant else with_scale_allowed(rule, value)
         if amp.own_rule == rule:
             amp.own_rule = other
-        amp.scaler._use_rule(other)
+        amp.scaler.use_rule(other)
         scale.put(scale.numbers()._replace(scale=value))
 
     @property

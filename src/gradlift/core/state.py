@@ -156,6 +156,7 @@ def _with_factors(rule: Rule, data: dict[str, Any]) -> Rule:
     scale = data["scale"]
     numbers = [growth, backoff, *([scale] if _is_number(scale) and scale > 0 else [])]
     powers = rule.powers_of_two and all(map(is_power_of_two, numbers))
+    powers = powers and growth != 1 and backoff != 1  # torch takes 1 from its setters
     try:
         return dataclasses.replace(
             rule,

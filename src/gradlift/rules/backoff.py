@@ -11,6 +11,9 @@ from ..errors import SettingsError
 from ..reading import Reading
 from .base import Checked, Rule, ScaleState
 
+_NEVER = 2**31 - 1
+"""The most clean steps that a state of 32 bits can count."""
+
 
 @dataclass(frozen=True)
 class Backoff(Rule):
@@ -31,7 +34,8 @@ below this share |
     | `recover_below`, `recover_interval` | a shorter interval while scale <= `recover_below` |
     | `growth_late` | one more clean step, as some peers count, before the `"first"` growth after \
 an overflow, or before `"every"` growth |
-    | `powers_of_two` | False accepts any factor; each then rounds every gradient |
+    | `powers_of_two` | False accepts any factor; each then rounds every gradient. It accepts 1, \
+too, by which the scale never moves |
 
     >>> from gradlift import Reading
     >>> rule = Backoff(init_scale=8, growth_interval=2)
@@ -67,15 +71,18 @@ an overflow, or before `"every"` growth |
         check = Checked(self)
         check.choice("powers_of_two", True, False)
         check.bounds(power=self.powers_of_two)
-        if check.number("growth_factor", power=self.powers_of_two) <= 1:
+        none = () if self.powers_of_two else (1,)
+        growth = check.number("growth_factor", power=self.powers_of_two)
+        if growth <= 1 and growth not in none:
             raise SettingsError(
                 f"Backoff: growth_factor is {self.growth_factor!r}, expected more than 1"
             )
-        if check.number("backoff_factor", power=self.powers_of_two) >= 1:
+        backoff = check.number("backoff_factor", power=self.powers_of_two)
+        if backoff >= 1 and backoff not in none:
             raise SettingsError(
                 f"Backoff: backoff_factor is {self.backoff_factor!r}, expected a number in (0, 1)"
             )
-        check.count("growth_interval", 1)
+        check.count("growth_interval", 1, bits=None)
         check.count("hysteresis", 1)
         check.choice("hysteresis_refill", "growth", "clean", "streak")
         check.choice("growth_late", "never", "first", "every")
@@ -106,10 +113,11 @@ an overflow, or before `"every"` growth |
 
     def _interval(self, state: ScaleState, ns: Any) -> Any:
         late = 0 if self.growth_late == "never" else 1
+        interval = min(self.growth_interval + late, _NEVER)
         if self.recover_below is None or self.recover_interval is None:
-            return self.growth_interval + late
+            return interval
         slow = state.scale <= self.recover_below
-        return ns.where(slow, self.recover_interval + late, self.growth_interval + late)
+        return ns.where(slow, self.recover_interval + late, interval)
 
     def _grown(self, scale: Any, ns: Any) -> Any:
         grown = ns.minimum(scale * self.growth_factor, self.max_scale)
@@ -212,7 +220,7 @@ class WideningBackoff(Backoff):
             raise SettingsError("WideningBackoff: takes no tolerance, recovery or late growth")
 
     def init(self) -> ScaleState:
-        return super().init()._replace(level=self.growth_interval)
+        return super().init()._replace(level=min(self.growth_interval, _NEVER))
 
     def _interval(self, state: ScaleState, ns: Any) -> Any:
         return state.level

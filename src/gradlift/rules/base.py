@@ -228,15 +228,15 @@ class Checked:
         object.__setattr__(self.rule, name, float(value))
         return float(value)
 
-    def count(self, name: str, at_least: int) -> int:
-        """An integer, `at_least` or more."""
+    def count(self, name: str, at_least: int, *, bits: int | None = 31) -> int:
+        """An integer, `at_least` or more, and of no more than so many bits."""
         value = getattr(self.rule, name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
             object.__setattr__(self.rule, name, value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise SettingsError(f"{self.of}: {name} is {value!r}, expected a whole number")
-        if not at_least <= value < 2**31:
+        if value < at_least or (bits is not None and value >= 2**bits):
             raise SettingsError(f"{self.of}: {name} is {value!r}, expected {at_least} or more")
         return value
 

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +42,8 @@ class GradientSource:
     """What a step that raised leaves behind."""
     divides_by_numbers = False
     """May `grad_scale` be a Python number? Else it is a tensor."""
+    reads_both = False
+    """Does the step want `grad_scale` and `found_inf` also where nothing is to be done?"""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -130,8 +134,12 @@ class GradientSource:
             if not isinstance(grad_scale, Tensor) and not self.divides_by_numbers:
                 grad_scale = torch.tensor(grad_scale, dtype=torch.float32)
             optimizer.grad_scale = grad_scale if theirs is None else grad_scale * theirs
+        elif self.reads_both:
+            optimizer.grad_scale = torch.ones(()) if theirs is None else theirs
         if found_inf is not None:
             optimizer.found_inf = found_inf
+        elif self.reads_both:
+            optimizer.found_inf = torch.zeros(())
         last_hook = None if self.after_hooks is None else self._last_hook(self.after_hooks)
         recorder.depth += 1
         try:
@@ -141,7 +149,7 @@ class GradientSource:
             if last_hook is not None:
                 last_hook.remove()
             for name in ("grad_scale", "found_inf"):
-                if name in vars(optimizer):
+                with contextlib.suppress(AttributeError):
                     delattr(optimizer, name)
 
     def multiplied_step(self, factor: float | Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +217,7 @@ class PlainGradients(GradientSource):
         super().__init__(optimizer)
         # Without a step no update can get lost.
         self.allow_fp16_params = allow_fp16_params or not hasattr(optimizer, "step")
+        self.reads_both = not type(optimizer).__module__.startswith("torch.")  # torch's own do not
 
     def find(self, *, by_parameter: bool = False, spread: bool = False) -> Found:
         """Sparse gradients are coalesced (duplicates added up) before anybody looks at them; those
@@ -255,6 +264,19 @@ def gradients_of(optimizer: Any, allow_fp16_params: bool = False) -> GradientSou
     """The gradients of this optimizer: as its class provides them, else on its parameters."""
     source = getattr(type(optimizer), "gradient_source", None)
     return PlainGradients(optimizer, allow_fp16_params) if source is None else source(optimizer)
+
+
+def reference(optimizer: Any, forget: Callable[[Any], None] | None = None) -> Callable[[], Any]:
+    """How to get it while it lives; one with `__slots__` may allow only what keeps it alive.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    >>> reference(optimizer)() is optimizer
+    True
+    """
+    try:
+        return weakref.ref(optimizer, forget)
+    except TypeError:
+        return lambda: optimizer
 
 
 def _refuse(p: Tensor, optimizer: Any) -> None:

@@ -83,7 +83,7 @@ class StandIn(JoinHook):
         if is_last_joiner:
             return
         part.scaler.load_state_dict(json.loads(bytes(text.tolist())))
-        if any(o.state for scale in part.scaler._scales.values() for o in scale.groups):
+        if any(o.state for scale in part.scaler._scales.values() for o in scale.optimizers):
             warn(
                 f"this rank left join() before rank {source}, so its optimizer has not made the "
                 "last steps, and torch does not send the optimizer's state: load it from rank "

@@ -13,6 +13,7 @@ from ...core import state as saved_state
 from ...errors import StateError
 from ...journal.records import event_of
 from ...text import shown
+from .settings import plain_number
 
 if TYPE_CHECKING:
     from .grad_scaler import GradScaler
@@ -45,6 +46,8 @@ def _keys(scaler: GradScaler) -> dict[str, Any]:
 
 def load(scaler: GradScaler, data: Any) -> None:
     """Everything is checked before anything is changed."""
+    if isinstance(data, dict):
+        data = {name: plain_number(value) for name, value in data.items()}
     loaded = saved_state.load(scaler.rule, data, adopt=scaler._torch_rule)
     rule, own = loaded.rule, loaded.own
     states = {None: (loaded.state, loaded.steps, loaded.skipped)}

@@ -30,11 +30,12 @@ from .checkpoint import load, save
 from .graph import leaves
 from .retrying import Replay, Snapshot, calibrate, total
 from .scale import Scale
-from .settings import DropIn, with_scale_allowed
+from .settings import with_scale_allowed
+from .torch_names import TorchNames
 from .window import Window
 
 
-class GradScaler(DropIn):
+class GradScaler(TorchNames):
     """Loss scaling for PyTorch: change one import, keep the loop.
 
     The first six arguments are those of `torch.amp.GradScaler`, and with them alone scales, skips
@@ -71,6 +72,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         self._scales: dict[str | None, Scale] = {None: Scale(self._settings)}
         self._dropping: DropBad | None = None
         self._last: Window | StepResult | None = None
+        self._handed = None
 
     def scale_of(self, key: str | None, device: torch.device | None = None) -> Scale:
         """A key's `Scale`, with its window; it moves to the device of its first loss or parameter.
@@ -103,6 +105,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             if self._dropping is not None:
                 self._dropping.micro_batch_done()
                 self._dropping.expect(leaves(outputs))
+            if self._handed is not None:
+                self._handed.sync()
             return self.scale_of(key, outputs.device).scaled(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(x, key=key) for x in outputs)
@@ -117,6 +121,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """The scale of the next step; 1.0 if disabled."""
         if not self.active:
             return 1.0
+        if self._handed is not None:
+            self._handed.sync()
         scale = self._scales.get(key)
         return float((scale.numbers() if scale else self.rule.init()).scale)
 
@@ -128,6 +134,9 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """An optimizer's window, its gradients looked at."""
         clips = max_norm is not None and checked_max_norm(max_norm) > 0
         scale = self.scale_of(key, _checked_device(optimizer))
+        handed, unscaled = None if key is not None else self._handed, False
+        if handed is not None:
+            unscaled = handed.read_stage(optimizer)
         window = scale.windows.get(id(optimizer))
         if window is not None and (window.finished is not None or window.deferred):
             raise MisuseError(
@@ -135,7 +144,11 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 "once an iteration"
             )
         scale.call = call
-        return scale, scale.inspect(optimizer, norm=clips)
+        window = scale.inspect(optimizer, norm=clips, unscaled=unscaled)
+        if handed is not None:
+            handed.take(window)
+            handed.show(window)
+        return scale, window
 
     @uncompiled
     def unscale_(self, optimizer: Any, *, key: str | None = None) -> None:
@@ -144,11 +157,15 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         Calling it again in the same window does nothing. `clip_grad_norm_` is faster.
         """
         if self.active:
+            if self._overridden and key is None:
+                self._unscale_as_torch(optimizer)
             scale, window = self._inspected(optimizer, key, "unscale_()")
             if not window.unscaled:
                 window.source.multiply(scale.home.inverse())
                 window.unscaled = True
             window.source.note()
+            if self._handed is not None and key is None:
+                self._handed.show(window)
 
     @uncompiled
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, key: str | None = None) -> Tensor:
@@ -195,6 +212,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 self.clip_grad_norm_(optimizer, max_norm)
             self._last = StepResult(Verdict.APPLY, Cause.NONE, 1.0)
             return optimizer.step(*args, **kwargs)
+        if self._overridden and key is None:
+            return self._step_as_torch(optimizer, args, kwargs, max_norm)
         scale, window = self._inspected(optimizer, key, "step()", max_norm)
         step = getattr(type(optimizer), "step", None)
         if step is not None and "grad_scaler" in _arguments(step) and window.source.folds:
@@ -209,9 +228,18 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         self._stepped(scale, window)
         return value
 
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """For subclasses: torch's name for the part of `step` that applies it or does not."""
+        scale, window = self._inspected(optimizer, None, "step()")
+        return scale.finish(window, (args, kwargs))
+
     def _stepped(self, scale: Scale, window: Window) -> None:
         """After an optimizer's step; a halt ends the window at once, as nothing is waited for."""
         self._last = window
+        if self._handed is not None and scale.key is None:
+            self._handed.show(window)
         if window.verdict is Verdict.HALT:
             ended = scale.end()
             self.flush()
@@ -283,11 +311,17 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             return
         if new_scale is not None:
             self._set_scale(float(new_scale))
+            if self._handed is not None:
+                self._handed.begin()
             return
+        if self._handed is not None:
+            self._handed.before_update()
         if self._skip == "all":
             for scale in self._scales.values():
                 self._last = scale.carry_out_deferred() or self._last
         ended = list(map(Scale.end, self._scales.values()))
+        if self._handed is not None:
+            self._handed.begin()
         try:  # all scales have moved before a limit may raise
             for scale, window in zip(self._scales.values(), ended):
                 scale.conclude(window)
@@ -495,26 +529,6 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """Says how a scaler takes part in torch's `Join`."""
         raise MisuseError("Join([model, scaler]) is written `with scaler.join(model):`")
 
-    # torch's own accessors
-
-    def _get_scale_async(self) -> Tensor | None:
-        return torch.as_tensor(self._scales[None].home.state.scale, dtype=torch.float32)
-
-    def _get_growth_tracker(self) -> int:
-        return int(self._scales[None].numbers().clean) if self.active else 0
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
-        scale = self._scales[None]
-        scale.inspect(optimizer).source.note()
-        return self._found_inf_per_device(optimizer)
-
-    def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
-        window = self._scales[None].windows.get(id(optimizer))
-        if window is None or window.reading is None:
-            return {}
-        bad = torch.as_tensor(window.reading.nonfinite).float()
-        return {bad.device: bad}
-
     # saving
 
     def state_dict(self) -> dict[str, Any]:
@@ -526,6 +540,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         nothing. The current window is discarded: call it between update() and the next scale()."""
         if self._enabled:
             load(self, state_dict)
+            if self._handed is not None:
+                self._handed.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the state; journal, callback and process group stay here."""
@@ -534,7 +550,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
                 "a GradScaler can be copied or pickled between update() and the next step() only"
             )
         state = {**self.__dict__, "_saved": self.state_dict()}
-        for name in ("_scales", "_dropping", "_last"):
+        for name in ("_scales", "_dropping", "_last", "_handed"):
             del state[name]
         return {**state, "_settings": self._settings.copied()}
 

@@ -7,7 +7,6 @@ tensors against the scale in numbers.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -239,6 +238,7 @@ class OnDevice:
         settings: ScalerSettings,
         micro: list[MicroBatch],
         dropped: list[int],
+        optimizer_of: Callable[[], Any],
     ) -> Callable[[], Finished]:
         """How to read what the step came to; with everything else of this window, in one copy.
 
@@ -254,7 +254,6 @@ class OnDevice:
         source = window.source
         out = source.out_of_range() if source.gathered else False
         out_at = transfer.add([out]) if isinstance(out, Tensor) else None
-        optimizer_of = weakref.ref(source.optimizer)
         where = transfer.add([*held, *seen, *known_to_ranks, *(m.loss_nonfinite for m in micro)])
 
         def read() -> Finished:

@@ -31,7 +31,7 @@ from ...errors import MisuseError, add_note
 from ...formats import FP32
 from ...namespace import namespace
 from ...reading import NAN, Reading
-from ..gradient_source import GradientSource, gradients_of, multiply, refuse_nan
+from ..gradient_source import GradientSource, gradients_of, multiply, reference, refuse_nan
 from ..names import culprits, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
 from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, WATCHED, RankRow, gather
@@ -61,12 +61,16 @@ class Scale:
     def __init__(self, settings: ScalerSettings, key: str | None = None) -> None:
         self.settings, self.key = settings, key
         self.home: OnHost | OnDevice = OnHost(settings.rule.init())
-        self.groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
-        """Of every optimizer that was inspected."""
-        self.checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """How many parameter groups an optimizer had when its settings were checked."""
+        self.known: dict[int, Callable[[], Any]] = {}
+        """By id: every optimizer that was inspected and still lives."""
+        self.groups: dict[int, RankGroup] = {}
+        """The ranks that agree on its steps."""
+        self.checked: dict[int, int] = {}
+        """How many parameter groups it had when its settings were checked."""
         self.ceiling = math.inf
         self.steps = 0
+        self.begun = False
+        """Was a loss scaled since this was made?"""
         self.due: Callable[[], Finished] | None = None
         """Reads a window of a device, which is concluded one step later."""
         self.full = FullPrecision()
@@ -122,7 +126,7 @@ class Scale:
             self.ceiling = HALF_LOSS_CEILING
             if not self.calls:
                 self.home.cap(self.ceiling)
-        self.stale = False
+        self.stale, self.begun = False, True
         value, nonfinite = self.home.flag(loss, self.settings.recorded)
         self.loss_bad = self.loss_bad or nonfinite is not False
         self.loss = self.loss + value
@@ -190,8 +194,9 @@ class Scale:
 
     # inspect, agree
 
-    def inspect(self, optimizer: Any, *, norm: bool = False) -> Window:
-        """Looks at an optimizer's gradients: once a window, and again at those that changed."""
+    def inspect(self, optimizer: Any, *, norm: bool = False, unscaled: bool = False) -> Window:
+        """Looks at an optimizer's gradients: once a window, and again at those that changed.
+        `unscaled`: somebody else has taken the scale out of them."""
         window = self.windows.get(id(optimizer))
         first = window is None
         if self.stale:
@@ -224,6 +229,7 @@ class Scale:
                     self._take_norm(window)
                 return window
         window = self._gather(optimizer, window)
+        window.unscaled = window.unscaled or unscaled
         if self.windows:
             self._refuse_shared(window)
         self._read(window, norm)
@@ -247,15 +253,15 @@ class Scale:
                 )
 
     def _gather(self, optimizer: Any, window: Window | None) -> Window:
-        checked, groups = self.checked.get(optimizer), len(optimizer.param_groups)
+        checked, groups = self.checked.get(id(optimizer)), len(optimizer.param_groups)
         group = self.group_of(optimizer)
         if window is None:
             window = Window(gradients_of(optimizer, self.settings.allow_fp16_params))
             if checked != groups:
                 window.source.check_settings()
-                self.checked[optimizer] = groups
+                self.checked[id(optimizer)] = groups
             if checked is None:
-                self.settings.unnamed.append(weakref.ref(optimizer))
+                self.settings.unnamed.append(reference(optimizer))
         elif window.unscaled and checked != groups:
             raise MisuseError(
                 "a parameter group was added after unscale_(), so its gradients still carry the "
@@ -267,7 +273,7 @@ class Scale:
 
     def group_of(self, optimizer: Any) -> RankGroup:
         """The ranks that agree on its steps: found out once, and again if they change."""
-        settings, group = self.settings, self.groups.get(optimizer, ALONE)
+        settings, group = self.settings, self.groups.get(id(optimizer), ALONE)
         if settings.group is None and not distributed():
             group = ALONE
             if settings.replicas != 1:
@@ -277,8 +283,17 @@ class Scale:
             if group is ALONE or not group.fits(params, settings.group):
                 group = RankGroup(params, settings.group, settings.sharded)
                 settings.use_replicas()
-        self.groups[optimizer] = group
+        if id(optimizer) not in self.known:
+            forget = functools.partial(_forget, weakref.ref(self), id(optimizer))
+            self.known[id(optimizer)] = reference(optimizer, forget)
+        self.groups[id(optimizer)] = group
         return group
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """All that were inspected."""
+        found = [held() for held in self.known.values()]
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def _read(self, window: Window, norm: bool) -> None:
         """One look at the gradients, by this rank and by all: `window.reading`."""
@@ -451,7 +466,7 @@ class Scale:
             except Exception as error:
                 _half_way(error, source)
                 raise
-        else:
+        elif not (home.late and done and source.folds):  # else its kernel has decided
             seen, state, known = reading, home.state, window.loss_known
             if home.late:
                 seen, state, known = home.read(window)
@@ -488,7 +503,10 @@ class Scale:
         )
         window.finished = finished
         if home.late:
-            window.finished = home.later(finished, window, settings, self.micro, self.dropped)
+            optimizer_of = self.known[id(source.optimizer)]
+            window.finished = home.later(
+                finished, window, settings, self.micro, self.dropped, optimizer_of
+            )
         elif failed or (source.gathered and source.out_of_range()):
             window.finished = about_weights(finished, source, settings.names)
         return value
@@ -597,9 +615,11 @@ class Scale:
             self.finish(window, window.deferred)
         return waiting[-1] if waiting else None
 
-    def end(self) -> Finished | Callable[[], Finished] | None:
+    def end(
+        self, by_hand: tuple[Any, Any] | None = None
+    ) -> Finished | Callable[[], Finished] | None:
         """Moves the scale and begins a new window; what there is to conclude of the old one, or
-        how a device's numbers are read.
+        how a device's numbers are read. `by_hand`: scale and count of clean steps are these.
 
         The first optimizer's step that was not applied stands for the window, else the last.
         """
@@ -609,6 +629,8 @@ class Scale:
         reading = self.combined() if len(windows) > 1 else windows[0].reading
         assert reading is not None
         reading = self.advance(reading)
+        if by_hand is not None:
+            self.put(self.home.state._replace(scale=by_hand[0], clean=by_hand[1]))
         if watchers and self.settings.recorded and (modules := samples(self.params())):
             self.settings.channel.probe(self.steps, modules)
         finished: list[Any] = [w.finished for w in windows if w.finished is not None]
@@ -639,6 +661,14 @@ class Scale:
     def params(self) -> list[Tensor]:
         """Those that this window has looked at."""
         return [p for w in self.windows.values() for p in w.source.params]
+
+
+def _forget(scale_of: Callable[[], Scale | None], key: int, _: Any) -> None:
+    """An optimizer is gone; another may get its id."""
+    scale = scale_of()
+    if scale is not None:
+        for held in (scale.known, scale.groups, scale.checked):
+            held.pop(key, None)
 
 
 def _half_way(error: Exception, source: GradientSource) -> None:

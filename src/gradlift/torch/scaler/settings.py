@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ class ScalerSettings:
     """What "auto" becomes once batches are retried."""
     replicas: int = 1
     """The number of ranks that the rule was made for."""
-    unnamed: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+    unnamed: list[Callable[[], Any]] = dataclasses.field(default_factory=list)
     """Optimizers whose parameters have no names yet, in the order of their first steps."""
     taken: dict[str, int] = dataclasses.field(default_factory=dict)
     """name -> id of the parameter that has it."""
@@ -143,17 +142,28 @@ def torch_rule(
     )
 
 
-def with_scale_allowed(rule: Rule, scale: float) -> Rule:
+def with_scale_allowed(rule: Rule, scale: float, name: str = "new_scale") -> Rule:
     """The rule, ready for a scale set by hand; or an error if it cannot have that scale."""
     if not (math.isfinite(scale) and rule.min_scale <= scale <= rule.max_scale):
         raise SettingsError(
-            f"new_scale is {scale!r}, expected a number in [{rule.min_scale:g}, {rule.max_scale:g}]"
+            f"{name} is {scale!r}, expected a number in [{rule.min_scale:g}, {rule.max_scale:g}]"
         )
     if is_power_of_two(scale) or not rule.powers_only:
         return rule
     if isinstance(rule, Backoff):
         return dataclasses.replace(rule, powers_of_two=False)
-    raise SettingsError(f"new_scale is {scale!r}: the rule {rule.name!r} needs a power of two")
+    raise SettingsError(f"{name} is {scale!r}: the rule {rule.name!r} needs a power of two")
+
+
+def plain_number(value: Any) -> Any:
+    """A NumPy number, or a tensor of one element, as Python's own; anything else as it is.
+
+    >>> plain_number(torch.tensor(8.0)), plain_number("8")
+    (8.0, '8')
+    """
+    numpys = type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return value.item() if numpys or one else value
 
 
 class DropIn(torch.amp.GradScaler):
@@ -197,7 +207,11 @@ class DropIn(torch.amp.GradScaler):
         if recorder is not None and recorder.rule is not None:  # gradlift run --rule
             rule, init_scale, min_scale, max_scale = recorder.rule, 2.0**16, 2.0**-24, None
             growth_factor, backoff_factor, growth_interval = 2.0, 0.5, 2000
-        factors = growth_factor, backoff_factor, growth_interval
+        if not self._enabled:  # torch looks at none of these then
+            init_scale, growth_factor, backoff_factor, growth_interval = 2.0**16, 2.0, 0.5, 2000
+        init_scale = plain_number(init_scale)
+        growth_factor, backoff_factor = plain_number(growth_factor), plain_number(backoff_factor)
+        factors = growth_factor, backoff_factor, plain_number(growth_interval)
         theirs = init_scale, *factors, min_scale, max_scale
         if rule is not None and theirs != (2.0**16, 2.0, 0.5, 2000, 2.0**-24, None):
             raise SettingsError(
@@ -292,7 +306,9 @@ class DropIn(torch.amp.GradScaler):
                 f"the rule {str(self.rule)!r} has no {', '.join(changes)}: pass a rule with the "
                 "settings you want"
             )
-        if any(k != "growth_interval" and not is_power_of_two(v) for k, v in changes.items()):
+        changes = {name: plain_number(value) for name, value in changes.items()}
+        factors = [v for name, v in changes.items() if name != "growth_interval"]
+        if any(v == 1 or not is_power_of_two(v) for v in factors):
             changes["powers_of_two"] = False
         self.use_rule(dataclasses.replace(self.rule, **changes))
 
