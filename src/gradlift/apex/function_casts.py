@@ -172,21 +172,21 @@ def _patched(allow_banned: bool) -> list[_Undo]:
         for place in places:
             for name in names:
                 if hasattr(place, name):
-                    undo.append(_replace(place, name, casting(getattr(place, name))))
+                    undo.append(_exchange(place, name, casting(getattr(place, name))))
     for name in (f"{name}_" for name in _FLOAT.split()):
         if hasattr(Tensor, name):
             instead = f"call .float() on it, or use {name.rstrip('_')}"
-            undo.append(_replace(Tensor, name, _refusing(getattr(Tensor, name), instead)))
+            undo.append(_exchange(Tensor, name, _refusing(getattr(Tensor, name), instead)))
     for kind in _RECURRENT:  # refuses inputs of another type than its weights
-        undo.append(_replace(kind, "forward", float_function(kind.forward)))
+        undo.append(_exchange(kind, "forward", float_function(kind.forward)))
     entropy = functional.binary_cross_entropy
     instead = "use binary_cross_entropy_with_logits, or amp.init(allow_banned=True)"
     new = float_function(entropy) if allow_banned else _refusing(entropy, instead)
-    undo.append(_replace(functional, "binary_cross_entropy", new))
+    undo.append(_exchange(functional, "binary_cross_entropy", new))
     return undo
 
 
-def _replace(place: Any, name: str, new: Any) -> _Undo:
+def _exchange(place: Any, name: str, new: Any) -> _Undo:
     own = vars(place).get(name)
     setattr(place, name, new)
     if own is None:  # inherited
