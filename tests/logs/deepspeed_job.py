@@ -51,6 +51,7 @@ def main(stage, steps, bad, level):
             "steps_per_print": 5,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "csv_monitor": {"enabled": True, "output_path": ".", "job_name": "tables"},
             "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1},
         },
     )

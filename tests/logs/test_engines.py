@@ -31,7 +31,9 @@ def deepspeed_job(log, stage, level):
     job = [sys.executable, str(HERE / "deepspeed_job.py"), stage, "40", "12", level]
     environment = {**os.environ, "MASTER_PORT": port(), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as out:
-        done = subprocess.run(job, stdout=out, stderr=out, env=environment, check=False)
+        done = subprocess.run(
+            job, stdout=out, stderr=out, env=environment, check=False, cwd=log.parent
+        )
     assert done.returncode == (stage != "0")  # stage 0 goes on at its smallest scale
 
 
@@ -60,6 +62,10 @@ def test_the_other_stages_of_deepspeed(stage, tmp_path):
     assert [s.scale for s in lost][:11] == [2.0**e for e in range(10, -1, -1)]
     [finding] = diagnose(tmp_path / "train.log")
     assert (finding.severity, finding.kind, finding.steps[0]) == ("broken", "floor", 12)
+    tables = read_log(tmp_path / "tables")  # its csv_monitor's, by samples
+    assert [(s.step, s.lr) for s in tables.steps][:3] == [(4, 0.01), (8, 0.01), (12, 0.01)]
+    assert tables.steps[-1].next_scale == 1.0
+    assert [(f.kind, f.steps[0]) for f in diagnose(tables)] == [("scale-falls", 48)]
 
 
 def test_a_deepspeed_run_that_printed_no_overflow(tmp_path):

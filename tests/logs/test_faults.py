@@ -154,6 +154,20 @@ def test_a_grave_fault_comes_first(kind, tmp_path):
     assert kinds(tmp_path, FAULTS[kind])[0] == kind
 
 
+def test_a_table_of_scales(tmp_path):
+    """Nothing in it says which steps were skipped: its scale does."""
+
+    def table(exponents):
+        rows = (f"{i},{2.0**e}" for i, e in enumerate(exponents))
+        return diagnose(read_log(file(tmp_path / "scale.csv", ["step,loss_scale", *rows])))
+
+    assert table([*range(32, 16, -1), *[16] * 50]) == []  # a search
+    assert table([16, 15] * 30) == []
+    [finding] = table([16] * 20 + [e for e in range(16, 0, -1) for _ in range(3)])
+    assert finding.kind == "scale-falls"
+    assert "lowered 15 times, once in 3 steps" in finding.evidence
+
+
 def test_skips_without_a_scale(tmp_path):
     lines = [deepspeed_step(10 * i, max(0, 10 * (i - 10))) for i in range(1, 40)]
     [finding, hidden] = found(tmp_path, lines)

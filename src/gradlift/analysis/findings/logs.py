@@ -9,7 +9,7 @@ from ...core import Verdict
 from ...journal import Run, Step
 from ..words import count, power
 from .finding import Finding, loss_failed, numbers, of_a_log, overflowed, per_key
-from .overflow import after_the_search
+from .overflow import START_CLEAN, after_the_search
 
 ROSE = 10.0  # times the usual norm
 RECENT, USUAL = 5, 30  # the last norms of a log, and those before them
@@ -119,23 +119,24 @@ def scale_falls(steps: list[Step], run: Run) -> Finding | None:
     """The scale falls over the whole run: overflows come faster than it grows."""
     if not of_a_log(run):
         return None
-    rest = steps[after_the_search(steps) :]
+    rest = steps[_after_the_first_fall(steps) :]
     known = [s for s in rest if s.scale == s.scale]
-    bad = [s for s in known if overflowed(s) and s.next_scale < s.scale]
+    bad = [s for s in known if s.next_scale < s.scale]
     if len(bad) < FALLS:
         return None
     top, last = max(known, key=lambda s: s.scale), known[-1]
-    if last.next_scale * FELL > top.scale or any(
-        s.next_scale > 4 * min(b.next_scale for b in bad) for s in known[-len(known) // 4 :]
-    ):
+    lowest = min(s.next_scale for s in bad)
+    at = next(i for i, s in enumerate(known) if s.next_scale == lowest)
+    recovered = any(s.next_scale > 4 * lowest for s in known[at:])
+    if recovered or last.next_scale * FELL > top.scale:
         return None
     every = (bad[-1].step - bad[0].step) / (len(bad) - 1)
     return Finding(
         "warning",
         "The scale falls and does not recover",
         f"It fell from {power(top.scale)} at step {top.step} to {power(last.next_scale)} at step "
-        f"{last.step}: {len(bad)} overflows, one in {every:.0f} steps, which is more often than "
-        "the scale grows.",
+        f"{last.step}: it was lowered {len(bad)} times, once in {every:.0f} steps, which is more "
+        "often than it grows.",
         numbers(bad),
         (),
         "Let it grow sooner (DeepSpeed: loss_scale_window; Megatron: --loss-scale-window) than an "
@@ -145,6 +146,19 @@ def scale_falls(steps: list[Step], run: Run) -> Finding | None:
         "",
         "likely",
     )
+
+
+def _after_the_first_fall(steps: list[Step]) -> int:
+    """Where the search for a first scale is over; in a table of scales nothing says which steps
+    were skipped."""
+    if any(map(overflowed, steps)):
+        return after_the_search(steps)
+    clean = 0
+    for i, s in enumerate(steps):
+        clean = 0 if s.next_scale < s.scale else clean + 1
+        if clean == START_CLEAN:
+            return i + 1
+    return len(steps)
 
 
 def resume_lost_scale(run: Run) -> Finding | None:
