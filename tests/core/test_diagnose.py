@@ -276,6 +276,19 @@ def test_the_scale_is_never_the_cause_of_a_non_finite_loss():
     assert "(loss inf)" in only(infinite).evidence
 
 
+def test_what_was_done_to_find_where_a_loss_became_nan():
+    """And no run that was recorded by `gradlift run` is told to be recorded by it."""
+    bad_loss = Step(4, 8.0, 8.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
+    calls = [Calls(0, (Call("backward", "train.py:9", "", ""),), 5)]
+    steps = [*clean(4), bad_loss]
+    assert "gradlift run" in only(Run(steps=steps)).advice
+    assert "the backward() of train.py:9." in only(Run(steps=steps, calls=calls)).advice
+    note = Event(None, "note", {"code": "untraced", "text": "not run again: other ranks"})
+    assert (
+        "not run again: other ranks." in only(Run(steps=steps, calls=calls, events=[note])).advice
+    )
+
+
 def test_the_first_bad_operation_explains_the_loss():
     bad_loss = Step(4, 8.0, 8.0, verdict=Verdict.SKIP, cause=Cause.LOSS_NONFINITE)
     detail = {"module": "blocks.3", "found": "nan", "where": "forward", "op": "acos"}

@@ -2,6 +2,7 @@
 it is not made."""
 
 import logging
+import math
 import random
 
 import numpy as np
@@ -37,13 +38,16 @@ def net(f):
 def train(tmp_path):
     """Trains on the given inputs under a recording; returns its events by kind."""
 
-    def train(model, *inputs, between=lambda optimizer: None, scale=None, **more):
+    def train(model, *inputs, between=lambda optimizer: None, factor=None, scale=None, **more):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", scale or 1.0, enabled=scale is not None)
         with gradlift.record(tmp_path / "run.jsonl", **more) as session:
             for x in inputs:
                 optimizer.zero_grad()
                 loss = model(x).square().mean()
+                if factor is not None:
+                    by = factor()
+                    loss = loss / by if isinstance(by, torch.Tensor) else loss * by
                 between(optimizer)
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
@@ -102,6 +106,95 @@ def test_a_bad_buffer(train):
     model[4].running_mean.fill_(float("inf"))
     origins, _ = train(model, torch.randn(3, 4))
     assert {(o["where"], o["module"]) for _, o in origins} >= {("buffer", "4.running_mean")}
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor([factor] * 4))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_buffer_that_has_become_inf(train):
+    """Not the operation that makes NaN of it: that was given an inf."""
+
+    def f(x):
+        part.calls[2:] and model[3].factor.fill_(float("inf"))
+        return x * 0
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Part(f), Scaled(1.0), nn.Linear(4, 1))
+    part = model[2]
+    [(step, origin)], _ = train(model, *[torch.randn(3, 4)] * 4, scale=1.0)
+    assert (step, origin["where"], origin["module"]) == (2, "buffer", "3.factor")
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["healthy", "NaN elsewhere"])
+def test_a_mask_of_inf_is_meant_so(bad, train):
+    class Masked(Scaled):
+        def forward(self, x):
+            return (x + self.factor.diag_embed()).softmax(-1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Masked(-math.inf), nn.Linear(4, 1))
+    factors = iter([1.0, math.nan if bad else 1.0, 1.0])
+    inputs = [torch.randn(4, 4)] * 3
+    origins, _ = train(model, *inputs, factor=lambda: next(factors), scale=1.0)
+    assert origins == []
+
+
+def test_weights_that_are_nan_poison_buffers(train):
+    model = net(lambda x: x)
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    assert train(model, *[torch.randn(3, 4)] * 3, scale=1.0)[0] == []
+    assert not model[1].running_mean.isfinite().all()
+
+
+def test_an_operation_between_the_model_and_the_loss(train):
+    """Its own line is not known, so the line of backward() is not said to be it."""
+    [(_, origin)], _ = train(net(lambda x: x), torch.randn(3, 4), factor=lambda: torch.zeros(()))
+    assert (origin["found"], origin["op"]) == ("inf", "div")
+    assert origin["input"] == "0 in the divisor"
+    assert origin["place"] == ""
+    assert "test_first_bad.py:" in origin["before"]
+
+
+def test_a_mean_over_no_labels_by_hand(tmp_path):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        for mask in (torch.ones(3, 1), torch.zeros(3, 1)):
+            optimizer.zero_grad()
+            loss = (model(torch.randn(3, 4)) * mask).sum() / mask.sum()
+            loss.backward()
+            optimizer.step()
+    assert session.doctor()[0].kind == "labels-masked"
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.functional.mse_loss, lambda p, y: (p.float() - y["wanted"]).square().sum(1).mean()]
+)
+def test_a_bad_target_is_named(loss, tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = {"given": torch.randn(3, 4), "wanted": torch.randn(3, 2)}
+    other = torch.full((3, 2), math.nan)
+    batch["wanted"][2, 1] = math.nan
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        out = model(batch["given"])
+        made = loss(out, batch["wanted"] if loss is nn.functional.mse_loss else batch)
+        made.backward()
+        optimizer.step()
+    [origin] = [e.detail for e in session.run.events if e.what == "origin"]
+    assert other.isnan().all()
+    assert origin["where"] == "input"
+    assert origin["input"] == "batch['wanted'], 1 of 6 elements, first at [2, 1]"
+    [finding, *_] = session.doctor()
+    assert finding.kind == "bad-data"
+    assert "the loss was given nan: batch['wanted']" in finding.evidence
 
 
 def test_a_buffer_that_the_bad_pass_itself_poisoned_is_not_blamed(train):
@@ -188,7 +281,9 @@ def test_another_cause_is_searched_for(train):
 
 def test_not_at_all_if_it_is_switched_off(train):
     model = net(log)
-    assert train(model, *[torch.randn(3, 4)] * 4, scale=1.0, rerun=False) == ([], [])
+    origins, notes = train(model, *[torch.randn(3, 4)] * 4, scale=1.0, rerun=False)
+    assert origins == []
+    assert notes == ["the forward pass was not run again: that was switched off"]
     assert len(model[2].calls) == 4
 
 
@@ -230,14 +325,16 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", ["FSDP2", "tensor parallel", "DDP"])
+@pytest.mark.parametrize("way", ["FSDP1", "FSDP2", "tensor parallel", "DDP"])
 def test_not_where_weights_are_spread_over_ranks(way, one_rank, train):
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = net(log)
     part = model[2]
-    if way == "FSDP2":
+    if way == "FSDP1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif way == "FSDP2":
         fully_shard(model, mesh=one_rank)
     elif way == "tensor parallel":
         model[1] = nn.Identity()
@@ -249,8 +346,23 @@ def test_not_where_weights_are_spread_over_ranks(way, one_rank, train):
     if way == "DDP":
         assert origins[0][1]["op"] == "log"
     else:
-        wanted = "FSDPModule" if way == "FSDP2" else "spread over ranks"
+        wanted = {"FSDP1": "FullySharded", "FSDP2": "FSDPModule"}.get(way, "spread over ranks")
         assert any(wanted in note for note in notes)
+
+
+def test_not_in_a_stage_of_a_pipeline(one_rank, tmp_path):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = net(log)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, y: (out - y).square().mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        schedule.step(torch.randn(6, 4), target=torch.zeros(6, 1))
+        optimizer.step()
+    assert len(model[2].calls) == 1 + 2  # to learn shapes; micro-batches
+    notes = [e.detail for e in session.run.events if e.detail.get("code") == "untraced"]
+    assert "a stage of a pipeline" in notes[0]["text"]
 
 
 def test_what_gradlift_calls_itself_is_not_in_the_order_of_calls(tmp_path):

@@ -232,6 +232,36 @@ print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 everything(model, optimizer, scaler)
 """
 
+# A checkpoint brings its saved tensors back by running a part of the forward pass again.
+CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.calls = nn.Sequential(*model, nn.BatchNorm1d(1)), net(1, 1), 0
+    def inner(self, x):
+        self.calls += 1
+        print("inner", self.calls)
+        return self.body(x)
+    def forward(self, x):
+        return self.head(checkpoint(self.inner, x, use_reentrant=False))
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+for i in range(10):
+    optimizer.zero_grad()
+    wanted = torch.randn(4, 1)
+    wanted[2] = float("nan") if i == 4 else 0.0
+    with torch.autocast("cpu", torch.float16):
+        made = model(torch.randn(4, 4))
+    loss = (made.float() - wanted).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(i, loss.item(), scaler.get_scale())
+everything(model, optimizer, scaler)
+"""
+
 # The forward pass of the bad step draws random numbers of three kinds, moves buffers, and prints.
 RERUN = """
 import logging
@@ -315,6 +345,7 @@ CASES = {  # script, steps, keys
     "EMA": (EMA, 12, {""}),
     "torchao": (TORCHAO, 8, {""}),
     "compiled": (COMPILED.format(backend="aot_eager"), 8, {""}),
+    "checkpointed": (CHECKPOINTED, 10, {""}),
     "run again": (RERUN.format(zero="0"), 12, {""}),
     "run again, backward": (RERUN.format(zero="(x * 0).sqrt() * (i > 7)"), 12, {""}),
     "accelerate with torch's scaler": (PLAIN_ACCELERATE, 8, {""}),

@@ -51,7 +51,7 @@ def coverage(run: Run) -> Coverage:
         looked.append("the order of calls in all steps")
     else:
         missing.append("the order of calls")
-    known = sum(s.loss == s.loss for s in run.steps)
+    known = sum(s.loss == s.loss or loss_failed(s) for s in run.steps)
     if known < len(run.steps):
         missing.append(f"the loss of {count(len(run.steps) - known, 'step')}")
     if run.forwards:

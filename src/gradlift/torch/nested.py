@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,28 @@ def tensors(value: Any) -> list[Tensor]:
 
     walk(value)
     return found
+
+
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in a value, each as one would write it.
+
+    >>> import torch
+    >>> [name for name, _ in named_tensors({"x": (torch.ones(1), torch.ones(1))}, "batch")]
+    ["batch['x'][0]", "batch['x'][1]"]
+    """
+    seen: set[int] = set()  # a container may hold itself
+
+    def walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif (parts := _parts(value)) is not None and id(value) not in seen:
+            seen.add(id(value))
+            fields = dataclasses.is_dataclass(value)
+            for key, part in parts.items():
+                yield from walk(part, f"{name}.{key}" if fields else f"{name}[{key!r}]")
+            seen.discard(id(value))
+
+    return walk(value, name)
 
 
 def mapped(value: Any, f: Callable[[Tensor], Tensor]) -> Any:

@@ -7,6 +7,7 @@ import math
 from ...core import HALF_LOSS
 from ...journal import Run, Step
 from ..words import count
+from .calls import orders
 from .finding import Finding, loss_failed, numbers, per_key
 
 AT_END = 3  # non-finite losses in a row at the end of a run: more than one bad batch
@@ -52,9 +53,24 @@ def _where_to_look(run: Run) -> str:
             "tf.debugging.enable_check_numerics() makes TensorFlow stop at the first operation "
             "that is not finite."
         )
+    if run.calls:
+        return _looked(run)
     return (
         "record the run with gradlift run, which looks for the first operation, input or buffer "
         "that is not finite."
+    )
+
+
+def _looked(run: Run) -> str:
+    """What was done to find the first operation, in a run that gradlift has recorded."""
+    notes = [e.detail for e in run.events if e.detail.get("code") == "untraced"]
+    if notes:
+        return f"{notes[0].get('text')}. Look at inputs, targets and loss of these steps."
+    place = next((c.place for o in orders(run) for c in o.order if c.name == "backward"), "")
+    line = f" of {place}" if place else ""
+    return (
+        "inside the model no operation, input, buffer or weight was the first. Look at the "
+        f"targets, and at the lines between the model and the backward(){line}."
     )
 
 

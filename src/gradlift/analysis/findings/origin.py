@@ -29,7 +29,13 @@ def _text(detail: dict[str, Any], name: str) -> str:
 
 def _at(detail: dict[str, Any]) -> str:
     module, place = _text(detail, "module"), _text(detail, "place")
-    return (f" in {module}" if module else "") + (f", called from {place}" if place else "")
+    before = _text(detail, "before")
+    line = f", called from {place}" if place else f", on the way to {before}" if before else ""
+    return (f" in {module}" if module else "") + line
+
+
+def _line(detail: dict[str, Any]) -> str:
+    return _text(detail, "place") or _text(detail, "before")
 
 
 def _made(event: Event) -> str:
@@ -49,7 +55,6 @@ def _finding(
     event = next((e for e in origins(run) if holds(e.detail)), None)
     if event is None:
         return None
-    place = _text(event.detail, "place")
     return Finding(
         "broken",
         title.format(
@@ -62,7 +67,7 @@ def _finding(
         (),
         advice,
         kind,
-        place,
+        _line(event.detail),
         "certain",
     )
 
@@ -73,16 +78,18 @@ def bad_data(run: Run) -> Finding | None:
     if event is None:
         return None
     found, which = _text(event.detail, "found"), _text(event.detail, "input")
+    taker = "loss" if _line(event.detail) else "model"
     return Finding(
         "broken",
         f"The data are not finite: {found} in a batch",
-        f"At step {event.step} the model was given {found}: {which}.",
+        f"At step {event.step} the {taker} was given {found}: {which}.",
         (event.step,) if event.step is not None else (),
         (),
         "Look at this batch where it is loaded, and leave out or mend what is not finite "
         "(torch.isfinite).",
         "bad-data",
-        confidence="certain",
+        _line(event.detail),
+        "certain",
     )
 
 
@@ -92,6 +99,7 @@ def poisoned_buffer(run: Run) -> Finding | None:
     if event is None:
         return None
     name, found = _text(event.detail, "module"), _text(event.detail, "found")
+    norm = name.endswith(("running_mean", "running_var"))
     return Finding(
         "broken",
         f"The buffer {name} is not finite",
@@ -99,7 +107,10 @@ def poisoned_buffer(run: Run) -> Finding | None:
         "that took in one bad batch stays so for ever.",
         (event.step,) if event.step is not None else (),
         (),
-        "Load a checkpoint from before, or call reset_running_stats(); and keep the bad batch out.",
+        "Load a checkpoint from before, or call reset_running_stats(); and keep the bad batch out."
+        if norm
+        else "Guard the lines that write to it: a mean over nothing is NaN, and so is 0 / 0. Load "
+        "a checkpoint from before.",
         "poisoned-buffer",
         confidence="certain",
     )
@@ -124,6 +135,7 @@ def labels_masked(run: Run) -> Finding | None:
         empty = _text(d, "op").startswith("mean") and "no elements" in _text(d, "input")
         of_count = _text(d, "op") == "div" and _text(d, "dtype").startswith("int")
         zero = of_count and "0 in the divisor" in _text(d, "input")
+        zero = zero or (not _text(d, "module") and "0 is what is divided" in _text(d, "input"))
         return _text(d, "op").startswith(("nll_loss", "cross_entropy")) or empty or zero
 
     return _finding(

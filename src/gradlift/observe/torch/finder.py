@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ _NOT_FINITE_AT: dict[str, tuple[str, Any, str]] = {
 }
 """By node: what it saves, the test for the bad point, and that point in words."""
 _MOST_NODES = 500
+NOTHING = "0 in the divisor, and 0 is what is divided"
 _FILE = re.compile(r'File "(.+)", line (\d+)')
 
 
@@ -49,6 +51,8 @@ class Origin(NamedTuple):
     place: str = ""
     input: str = ""
     dtype: str = ""
+    before: str = ""
+    """The line of backward(), where the line itself is not known."""
 
 
 class Finder(TorchDispatchMode):
@@ -77,6 +81,11 @@ class Finder(TorchDispatchMode):
         if self.nan is None or (self.nan_of_inf and self.inf is not None):
             return self.inf
         return self.nan
+
+    def from_outside(self) -> bool:
+        """Was the inf that the NaN is made of given to the first operation, and no mask?"""
+        made = self.nan is not None and self.nan_of_inf and self.inf is None
+        return made and self.nan is not None and "a row of -inf" not in self.nan.input
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -152,8 +161,8 @@ def loss_end(losses: list[Tensor]) -> list[End]:
         if not nodes:
             break
         node = nodes.pop(0)
-        saved = _NOT_FINITE_AT.get(type(node).__name__)
-        if saved is not None and (value := _saved(node, saved[0])) is not None:
+        point = _NOT_FINITE_AT.get(type(node).__name__)
+        if point is not None and (value := saved(node, point[0])) is not None:
             found.append(End(type(node).__name__, value))
         nodes.extend(n for n, _ in node.next_functions if n is not None)
     return found
@@ -175,30 +184,50 @@ def in_graph(losses: list[Tensor], places: Places) -> Origin | None:
     >>> in_graph([loss], Places()).input
     '0 in the divisor'
     """
+    origin: Origin | None = None
+    found = "nan" if _level(losses) == 2 else "inf"
+    for node in nodes_of(losses):
+        name = node.name().removesuffix("0").removesuffix("Backward")
+        op = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        given = [t for t in map(functools.partial(saved, node), _SAVED) if t is not None]
+        if given and op in _SUSPECTS and not _level(given[:1]):
+            text = described(op, given, {})
+            if found == "nan" and op == "div" and _is_count(node, given):
+                text = NOTHING
+            if text and "largest" not in text:
+                dtype = str(given[0].dtype).removeprefix("torch.")
+                line = places.of(sys._getframe(1))
+                origin = Origin(found, "forward", "", op, "", text, dtype, line)
+    return origin
+
+
+def _is_count(node: Any, given: list[Tensor]) -> bool:
+    """Is a single number divided by a zero that no gradient goes through? NaN is then 0 / 0."""
+    out = getattr(node, "_input_metadata", None) or []
+    single = len(out) == 1 and not out[0].shape and given[-1].dim() == 0
+    return single and len(given) == 1 and not bool(given[0])
+
+
+def nodes_of(losses: list[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph, the last operations first."""
     seen: set[Any] = set()
-    nodes = [t.grad_fn for t in losses]
-    found: Origin | None = None
+    nodes: list[Any] = [t.grad_fn for t in losses]
     while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop(0)
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name().removesuffix("0").removesuffix("Backward")
-        op = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-        given = [t for t in map(functools.partial(_saved, node), _SAVED) if t is not None]
-        if given and op in _SUSPECTS and not _level(given[:1]):
-            text = described(op, given, {})
-            if text and "largest" not in text:
-                dtype = str(given[0].dtype).removeprefix("torch.")
-                place = places.of(sys._getframe(1))
-                found = Origin("nan", "forward", "", op, place, text, dtype)
+        yield node
         nodes.extend(n for n, _ in node.next_functions)
-    return found
 
 
-def _saved(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node keeps for its backward pass."""
+def saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node keeps for its backward pass; None if hooks would have to bring it back.
+    A checkpoint's hook runs a part of the forward pass again, which moves buffers."""
     try:
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        if raw is None or getattr(raw, "unpack_hook", raw) is not None:
+            return None
         value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # freed
         return None
@@ -211,7 +240,8 @@ def described(name: str, args: Any, kwargs: Any) -> str:
     if every and not any(t.numel() for t in every):
         return "no elements"
     if name == "div" and bool((every[-1] == 0).any()):
-        return "0 in the divisor"
+        nothing = len(every) > 1 and all(t.dim() == 0 and float(t) == 0 for t in every[-2:])
+        return NOTHING if nothing else "0 in the divisor"
     given = [t for t in every if t.is_floating_point() and t.numel()]
     if not given:
         return ""

@@ -10,7 +10,10 @@ happens again: so the next few steps are watched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import gc
+import math
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,12 +29,13 @@ from .calls import CallOrder, parameters_of
 from .finder import End, Finder, Origin, at_a_bad_point, in_graph
 from .forward import has_compiled
 from .rerunning import as_it_was, silence
+from .variables import bad_variable
 
 _WATCHED = 12  # steps after a bad one
 _WATCHED_LOST = 40  # if weights are not finite: nothing is trained any more
 _SEARCHES = 3  # in a run
 _IN_A_ROW = 3  # bad gradients: fewer are a scale that is being found
-_SPREAD = ("FullyShardedDataParallel", "FSDPModule", "SyncBatchNorm", "PipelineStage")
+_SPREAD = ("FullyShardedDataParallel", "FSDPModule", "SyncBatchNorm")
 
 
 class ModuleCall(NamedTuple):
@@ -63,6 +67,8 @@ class FirstBad:
         self.ends: list[End] = []
         """The operations at the end of the last loss that was not scaled."""
         self.known: set[Origin] = set()
+        self.meant: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+        """The buffers of each module that held inf when they were first looked at."""
         self.steps = 0
         self.stepped: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """The last step of each optimizer."""
@@ -116,7 +122,11 @@ class FirstBad:
         if self.answered or self.searches >= _SEARCHES or self.finder is not None:
             return
         self.searches += 1
-        origin = next(self._search(), None) or in_graph(losses, self.places)
+        origin = (
+            next(self._search(), None)
+            or in_graph(losses, self.places)
+            or bad_variable(losses, self.places, sys._getframe(1))
+        )
         if origin is not None:
             self.answered = True
             self._tell(origin, step)
@@ -124,29 +134,49 @@ class FirstBad:
             self.watched = _WATCHED_LOST if self._weights_bad() else _WATCHED
 
     def _weights_bad(self) -> bool:
-        return any(kind_of(p.detach()) for call in self.calls for p in call.module.parameters())
+        return any(_any_bad(call.module.parameters()) for call in self.calls)
 
     def _search(self) -> Iterator[Origin]:
         for call in self.calls:
             given = tensors((call.args, call.kwargs))
-            for i, t in enumerate(given):
-                kind = "" if t.grad_fn is not None else kind_of(t)  # what was computed is no data
-                if kind:
-                    yield Origin(kind, "input", input=_at(t, i, len(given)))
+            kinds = [kind_of(t) for t in given]
+            # What was computed is no data.
+            data = [i for i, t in enumerate(given) if kinds[i] and not t.requires_grad]
+            for i in data:
+                if kinds[i] == "nan":
+                    yield Origin("nan", "input", input=_at(given[i], i, len(given)))
                     return
             if why := self._why_not(call):
                 self._note(f"the forward pass was not run again: {why}")
                 return
-            found = self._again(call)
+            finder = self._again(call)
+            found = finder.origin()
+            if found is not None and not finder.from_outside():
+                yield found
+                return
+            for i in data:  # a mask of -inf does no harm
+                if found is not None or bool((given[i] == math.inf).any()):
+                    yield Origin("inf", "input", input=_at(given[i], i, len(given)))
+                    return
+            # What was bad before may have poisoned its buffers in this very pass.
+            if not any(kinds) and not _any_bad(call.module.parameters()):
+                for path, module in call.module.named_modules():
+                    for name, kind in self._poisoned(module).items():
+                        yield Origin(kind, "buffer", f"{path}.{name}".removeprefix("."))
+                        return
             if found is not None:
                 yield found
                 return
-            if any(map(kind_of, given)):
-                continue  # its buffers may have been poisoned by this very pass
-            for name, buffer in call.module.named_buffers():
-                if kind := kind_of(buffer):
-                    yield Origin(kind, "buffer", name)
-                    return
+
+    def _poisoned(self, module: nn.Module) -> dict[str, str]:
+        """Which of a module's own buffers hold inf or NaN, and which of the two. An inf that was
+        there from the beginning is meant: a mask, the bounds of an observer."""
+        buffers = {n: b for n, b in module._buffers.items() if b is not None}
+        bad = {name: kind for name, b in buffers.items() if (kind := kind_of(b))}
+        if module not in self.meant:
+            self.meant[module] = {n for n in bad if not n.startswith("running_")}
+        meant = self.meant[module]
+        return {name: kind for name, kind in bad.items() if kind == "nan" or name not in meant}
 
     def _why_not(self, call: ModuleCall) -> str:
         """Why a call cannot be made once more; "" if it can."""
@@ -160,7 +190,7 @@ class FirstBad:
                 return "its weights were changed since"
         return ""
 
-    def _again(self, call: ModuleCall, *, backward: bool = False) -> Origin | None:
+    def _again(self, call: ModuleCall, *, backward: bool = False) -> Finder:
         """Makes a call once more, and puts everything back. With `backward` its outputs are
         differentiated as well, with a gradient of ones; no `.grad` is changed."""
         module: Any = call.module.module if _is_ddp(call.module) else call.module
@@ -186,17 +216,17 @@ class FirstBad:
             self._note(f"the forward pass could not be run again: {error!r:.200}")
         finally:
             self.finder, self.depth = None, self.depth - 1
-        return finder.origin()
+        return finder
 
     def buffers(self, modules: Any, step: int) -> None:
         """In a sampled step: are the buffers of these modules finite?"""
         if self.answered:
             return  # a pass whose cause is known has poisoned them
         for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and (kind := kind_of(buffer)):
+            for name, kind in self._poisoned(module).items():
+                if not self._weights_bad():  # which poison buffers, too
                     self._tell(Origin(kind, "buffer", f"{type(module).__name__}.{name}"), step)
-                    return
+                return
 
     # Gradients that are not finite
 
@@ -211,7 +241,7 @@ class FirstBad:
             if why := self._why_not(call):
                 self._note(f"the backward pass was not run again: {why}")
                 return
-            origin = self._again(call, backward=True)
+            origin = self._again(call, backward=True).origin()
             if origin is not None:
                 self._tell(origin, step)
                 return
@@ -223,7 +253,7 @@ class FirstBad:
         """After each step: were gradients not finite, though the losses were?"""
         self.in_a_row = self.in_a_row + 1 if bad else 0
         often = self.in_a_row >= _IN_A_ROW or (bad and scale <= 1)
-        if often and self.searches < _SEARCHES and not self.watched:
+        if often and self.searches < _SEARCHES and not (self.watched or self.answered):
             self.searches += 1
             self.watched = _WATCHED_LOST if self._weights_bad() else _WATCHED
 
@@ -298,6 +328,10 @@ def kind_of(t: Tensor) -> str:
     return "nan" if bool(torch.isnan(t).any()) else "inf"
 
 
+def _any_bad(params: Iterable[Tensor]) -> bool:
+    return any(kind_of(p.detach()) for p in params)
+
+
 def versions_of(given: list[Tensor]) -> list[int]:
     """How often each was changed in place; -1 where torch does not count."""
     return [-1 if t.is_inference() else t._version for t in given]
@@ -325,4 +359,14 @@ def _spread(module: nn.Module) -> str:
                 return "it is compiled by TorchScript"
     if any(type(p).__name__ == "DTensor" for p in module.parameters()):
         return "its parameters are spread over ranks"
+    if any(getattr(stage, "submod", None) is module for stage in _pipeline_stages()):
+        return "it is a stage of a pipeline"
     return ""
+
+
+def _pipeline_stages() -> Iterator[Any]:
+    """The stages that are alive: a module does not know that it belongs to one."""
+    if "torch.distributed.pipelining.stage" in sys.modules:
+        for thing in gc.get_objects():
+            if any(kind.__name__ == "_PipelineStageBase" for kind in type(thing).__mro__):
+                yield thing

@@ -96,6 +96,8 @@ class Hooks:
         self.calls = self.sampling.calls
         self.edits = Edits()
         self.first_bad = FirstBad(recorder, self.calls) if rerun else None
+        self.unsought = False
+        """Was it noted that nobody looks for the first bad operation?"""
         self.bare = 0
         self.disabled: set[str] = set()
         """What is known of scalers that do nothing."""
@@ -411,13 +413,23 @@ class Hooks:
         for optimizer, seen in list(self.looked.items()):
             if not seen.unscaled:
                 del self.looked[optimizer]  # its gradients change now
-        if self.first_bad is None or not losses:
+        if not losses:
             return
-        if are_finite(self.losses.values[known:]):
+        finite = are_finite(self.losses.values[known:])
+        if self.first_bad is None:
+            self._note_unsought(finite)
+            return
+        if finite:
             self.first_bad.answered = False
         else:
             self.first_bad.loss(losses, self.counted.steps if self.counted is not None else 0)
         self.first_bad.ends = [] if self.calls.scaled else loss_end(losses)
+
+    def _note_unsought(self, finite: bool) -> None:
+        if not finite and not self.unsought:
+            self.unsought = True
+            text = "the forward pass was not run again: that was switched off"
+            self.recorder.event("note", None, code="untraced", text=text)
 
     def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
