@@ -34,6 +34,42 @@ JAX = (
         "the first culprit is the one that backward reached first",
         "test_recording.py::test_culprits_of_a_result_are_those_of_its_gradients",
     ),
+    # the scale of a wrapped optimizer
+    Mutant(
+        "jax/optimizer_wrapper.py",
+        "        return _times_cotangent(x, 1 / scale) if",
+        "        return x if",
+        "gradients leave `scaled` without the scale",
+        "test_misuse.py::test_no_mixture_of_scales_moves_the_weights_elsewhere",
+    ),
+    Mutant(
+        "jax/optimizer_wrapper.py",
+        "        if in_chain or by_name:",
+        "        if by_name:",
+        "a transform in front of a wrapped optimizer is refused",
+        "test_misuse.py::test_a_transform_in_front_of_a_wrapped_optimizer_is_refused",
+    ),
+    Mutant(
+        "jax/optimizer_wrapper.py",
+        "        if dtype == jnp.float16:\n",
+        "        if False:\n",
+        "true gradients of float16 parameters are not flushed",
+        "test_misuse.py::test_a_float16_parameter_is_refused_by_name_and_takes_the_other_way",
+    ),
+    Mutant(
+        "jax/optimizer_wrapper.py",
+        "        nnx.update(tree, _taken_off(nnx.state(tree), scale))\n        return tree\n",
+        "        pass\n",
+        "what an nnx model counts in its forward pass is kept",
+        "test_models.py::test_an_nnx_step_is_the_plain_one_and_a_skip_changes_nothing",
+    ),
+    Mutant(
+        "jax/scaler.py",
+        "        amax = amax * scaler.state.scale\n",
+        "        pass\n",
+        "a rule sees how large gradients were as scaled",
+        "test_recording.py",
+    ),
     # the step
     Mutant(
         "jax/selection.py",

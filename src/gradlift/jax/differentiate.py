@@ -23,6 +23,7 @@ from .scaler import (
     first_bad_loss,
     parameters_of,
     read,
+    scaled_loss,
     unscaled,
 )
 
@@ -130,7 +131,7 @@ def _once(
             )
         loss, aux = out if has_aux else (out, None)
         loss = checked_loss(loss)
-        return scaler.scale(loss), (loss, aux)
+        return scaled_loss(scaler, loss), (loss, aux)
 
     (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
     return loss, aux, grads, loss.dtype
