@@ -15,9 +15,11 @@ tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfigur
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from helpers.keras import HUGE, bits, lifted, line, weights  # noqa: E402
 
 from gradlift import Cause, read_journal  # noqa: E402
+from gradlift.errors import MisuseError  # noqa: E402
 from gradlift.keras import LossScaleOptimizer, ScaleLogger  # noqa: E402
 
 BOTH = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -174,6 +176,28 @@ def saved_and_loaded():
     assert bits(again.variables) == bits(optimizer.variables)
 
 
+def by_hand_with_an_optimizer_of_no_replica():
+    """One note for both: the second replica would write over what the first one saw."""
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=16.0)
+    with BOTH.scope():
+        w = keras.Variable(np.zeros(2, np.float32), name="w")
+        optimizer.build([w])
+    step = stepping(optimizer, w, compiled=False, by_hand=True)
+    with pytest.raises(MisuseError, match=r"outside of strategy\.scope\(\)"):
+        step(INF, GOOD)
+    assert w.numpy().tolist() == [0, 0]
+    # Without it nothing is noted that could be lost.
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=16.0)
+    with BOTH.scope():
+        v = keras.Variable(np.zeros(2, np.float32), name="v")
+        optimizer.build([v])
+    step = stepping(optimizer, v)
+    assert step(INF, GOOD) == step(GOOD, INF) == [0, 0]
+    assert step(NAN, NAN, losses=(1.0, NAN)) == step(NAN, NAN, losses=(NAN, 1.0)) == [0, 0]
+    assert optimizer.counts[Cause.OVERFLOW] == optimizer.counts[Cause.LOSS_NONFINITE] == 2
+    assert step(0.5, 0.25) == [-0.75, -2]
+
+
 STORIES = [
     keras_own_looks_at_the_first_replica_only,
     one_decision_for_both,
@@ -182,6 +206,7 @@ STORIES = [
     the_largest_of_both_is_what_a_rule_sees,
     clipping_and_averages,
     by_hand,
+    by_hand_with_an_optimizer_of_no_replica,
     fit_and_a_journal,
     saved_and_loaded,
 ]

@@ -1,5 +1,6 @@
 """Beside Keras' own LossScaleOptimizer, driven by the same gradients: the same bits."""
 
+import functools
 import random
 
 import keras
@@ -13,6 +14,11 @@ from gradlift import Reading
 from gradlift.keras import LossScaleOptimizer
 
 SGD = keras.optimizers.SGD
+FIT = [{"jit_compile": True}, {"jit_compile": False}]
+if BACKEND != "jax":  # there Keras' class cannot run eagerly
+    FIT.append({"run_eagerly": True})
+if BACKEND != "torch":  # Keras refuses it there
+    FIT.append({"steps_per_execution": 3})
 
 
 class Driven:
@@ -131,19 +137,24 @@ def test_the_same_from_an_odd_scale():
     assert min(told[0]) < 10
 
 
-def through_fit(kind, *rows):
+def through_fit(kind, *rows, **how):
     optimizer = kind(SGD(2.0**-12), initial_scale=2.0**8, dynamic_growth_steps=5)
-    model = line(optimizer)
+    model = line(optimizer, **how)
     fit(model, *rows)
     return weights(model), float(ops.convert_to_numpy(optimizer.dynamic_scale.value))
 
 
-def test_the_same_in_fit():
-    """Through float16 and backward, and the trainer's own loop."""
+@pytest.mark.parametrize("how", FIT, ids=str)
+def test_the_same_in_fit(how, monkeypatch):
+    """Through float16 and backward, and the trainer's own loop, compiled or not."""
+    if BACKEND == "torch" and how.get("jit_compile"):  # traced, without a minute of C++
+        import torch
+
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     rng = np.random.default_rng(0)
     rows = [HUGE if rng.random() < 0.2 else rng.standard_normal() for _ in range(80)]
-    ours = through_fit(LossScaleOptimizer, *rows)
-    assert ours == through_fit(keras.optimizers.LossScaleOptimizer, *rows)
+    ours = through_fit(LossScaleOptimizer, *rows, **how)
+    assert ours == through_fit(keras.optimizers.LossScaleOptimizer, *rows, **how)
     assert ours[1] != 2.0**8
 
 

@@ -51,6 +51,13 @@ class TensorFlowWindow:
     def unscaled(self, inspection: RowReading) -> None:
         """Gradients were unscaled by hand, and this is what they showed before."""
         _check_place()
+        several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+        if several and not isinstance(self.held, tf.distribute.DistributedValues):
+            raise MisuseError(
+                "get_unscaled_gradients() notes for each replica what its gradients showed, and "
+                "this optimizer was made outside of strategy.scope(), where there is one note for "
+                "all: make it inside"
+            )
         numbers = tf.stack([1.0, *(tf.cast(x, tf.float32) for x in inspection)])
         self.held.assign(tf.concat([self.held.read_value()[:_LOSSES], numbers], 0))
 
