@@ -166,6 +166,74 @@ def test_another_rule_takes_the_scripts_place(script, tmp_path):
     assert len(read_journal(other).steps) == 4
 
 
+# A trainer's own scaler, over the parts of torch's; the second has its steps inside a closure.
+SUBCLASSES = """
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+class Parts(torch.GradScaler):
+    def _unscale_grads_(self, optimizer, *args):
+        return super()._unscale_grads_(optimizer, *args)
+    def _maybe_opt_step(self, optimizer, state, *args, **kwargs):
+        found = sum(v.item() for v in state["found_inf_per_device"].values())
+        return None if found else optimizer.step(*args, **kwargs)
+class Closing(torch.amp.GradScaler):
+    def step(self, optimizer, closure):
+        def scaled():
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = OptState.READY
+            loss = closure()
+            self.unscale_(optimizer)
+            found = sum(v.item() for v in state["found_inf_per_device"].values())
+            return None if found else loss
+        return optimizer.step(scaled)
+class Stepping(torch.optim.SGD):
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        return None if loss is None else super().step()
+SGD = torch.optim.SGD
+for kind, by in ((Parts, SGD), (Closing, Stepping), (torch.GradScaler, SGD)):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = by(model.parameters(), lr=0.1)
+    scaler = kind("cpu", init_scale=2.0**6, growth_interval=3)
+    for i in range(6):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 4)).square().mean()
+            scaler.scale(loss).backward()
+            if i == 3:
+                model.weight.grad[0, 0] = float("inf")
+            return loss
+        if kind is Closing:
+            scaler.step(optimizer, closure)
+        else:
+            closure()
+            scaler.step(optimizer)
+        scaler.update()
+    print(kind.__name__, scaler.get_scale(), model.weight.tolist())
+"""
+
+
+@pytest.mark.parametrize("rule", [None, "dynamic:init_scale=2^6,growth_interval=3"])
+def test_scripts_that_subclass_torchs_scaler(rule, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SUBCLASSES)
+    plain = gradlift(path, cwd=tmp_path, by=PYTHON)
+    assert plain.returncode == 0, plain.err
+    by_rule = ["--rule", rule] if rule else []
+    done = gradlift("run", "-q", "--no-report", *by_rule, path, cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    assert done.out == plain.out
+    run = read_journal(recorded(tmp_path))
+    steps = [s for s in run.steps if s.key == ""]
+    assert [s.scale for s in steps] == [64.0, 64.0, 64.0, 128.0, 64.0, 64.0]
+    assert [s.step for s in steps if s.verdict is Verdict.SKIP] == [3]
+    assert list(steps[3].culprits) == ["weight"]
+    assert [call.name for call in run.calls[0].order].count("scaler.step") == 1
+    assert run.calls[0].order[-1].name == "update"
+
+
 @pytest.mark.parametrize("kind", ["torch", "gradlift", "gradlift, device path", "bare"])
 def test_a_nan_in_the_forward_pass_is_traced_to_its_module(kind, tmp_path):
     script = tmp_path / "train.py"

@@ -3,11 +3,17 @@
 Each test runs with torch's class, and with gradlift's on its two paths.
 """
 
+import copy
 import functools
+import gc
+import io
 import math
 import pickle
+import warnings
+import weakref
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 from helpers.torch import bits
@@ -755,3 +761,219 @@ def test_loops(path, body, enabled):
         assert our_scale >= their_scale  # the inf is in a loss, which gradlift does not blame
     else:
         assert our_scale in (their_scale, 2 * their_scale, 4 * their_scale)
+
+
+# Settings and states that torch takes
+
+
+@both
+@pytest.mark.parametrize(
+    "value", [1024, np.float32(1024), np.int64(1024), np.float64(1024), torch.tensor(1024.0)]
+)
+def test_kinds_of_numbers(path, value):
+    scaler = made(
+        path, init_scale=value, growth_factor=np.float32(4), backoff_factor=np.float64(0.25)
+    )
+    assert scaler.get_scale() == 1024.0
+    assert scaler.scale(torch.ones(())) == 1024.0
+    scaler.set_growth_factor(np.float32(8))
+    assert scaler.get_growth_factor() == 8.0
+
+
+def test_a_scale_that_is_no_power_of_two_warns_once():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        scaler = GradScaler("cpu", init_scale=np.float32(1000))
+        assert scaler.scale(torch.ones(())) == 1000.0
+        assert scaler._scale == 1000.0
+    assert len(seen) == 1
+    assert "init_scale=1000.0: not a power of two" in str(seen[0].message)
+
+
+@both
+@pytest.mark.parametrize("interval", [2**31 - 1, 2**31, 10**12])
+def test_an_interval_that_never_ends(path, interval):
+    scaler, (p, optimizer) = made(path, growth_interval=interval), weight()
+    scaler.scale(p.sum()).backward()
+    scaler._growth_tracker.fill_(2**31 - 4)
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.scale(torch.zeros(()))
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (8.0, 2**31 - 2)
+    saved = scaler.state_dict()
+    assert saved["growth_interval"] == interval
+    fresh = made(path)
+    fresh.load_state_dict(saved)
+    assert fresh.get_growth_interval() == interval
+
+
+@both
+@pytest.mark.parametrize("by", ["setters", "checkpoint"])
+def test_factors_of_one(path, by):
+    """A scale that is to stay where it is."""
+    scaler, (p, optimizer) = made(path, growth_interval=1), weight()
+    if by == "setters":
+        scaler.set_growth_factor(1.0)
+        scaler.set_backoff_factor(1.0)
+    else:
+        state = scaler.state_dict() | {"growth_factor": 1.0, "backoff_factor": 1.0}
+        scaler.load_state_dict(state)
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if bad:
+            p.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 8.0
+    assert (p == 0).all()
+    assert scaler.state_dict()["backoff_factor"] == 1.0
+
+
+@both
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kinds", [(torch.tensor, torch.tensor), (np.float64, np.int64)])
+def test_numbers_of_arrays_in_a_state(path, begun, kinds):
+    """Some save the tensors themselves."""
+    source = made(path, init_scale=4.0, growth_factor=4.0, growth_interval=7)
+    scaler = made(path)
+    scaler._init_growth_tracker = 7
+    if begun:
+        scaler.scale(torch.ones(()))
+    state = source.state_dict()
+    real, whole = kinds
+    scaler.load_state_dict({**state, "scale": real(4.0), "_growth_tracker": whole(3)})
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 3)
+    assert (scaler.get_growth_factor(), scaler.get_growth_interval()) == (4.0, 7)
+    assert scaler.scale(torch.ones(())) == 4.0
+
+
+@both
+def test_an_optimizer_with_slots(path):
+    class Wrapper:
+        __slots__ = ("inner",)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @property
+        def param_groups(self):
+            return self.inner.param_groups
+
+        def step(self):
+            return self.inner.step()
+
+    scaler, (p, inner) = made(path), weight()
+    optimizer = Wrapper(inner)
+    for value, after in ((1.0, 0.5), (math.inf, 0.5), (1.0, 0.0)):
+        p.grad = None
+        scaler.scale(p.sum()).backward()
+        p.grad.mul_(value)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (p == after).all()
+
+
+@pytest.mark.parametrize("path", ["host", "device"])
+def test_an_optimizer_that_is_gone_is_forgotten(path):
+    scaler = made(path)
+    for _ in range(3):
+        p, optimizer = weight()
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.result  # noqa: B018  (the last window holds the optimizer)
+    gone = weakref.ref(optimizer)
+    del p, optimizer
+    scaler._last = None
+    gc.collect()
+    assert gone() is None
+    scale = scaler._scales[None]
+    assert (scale.optimizers, scale.known, scale.groups, scale.checked) == ([], {}, {}, {})
+
+
+# Errors
+
+
+@both
+def test_types_of_errors(path):
+    scaler = made(path)
+    with pytest.raises(RuntimeError):
+        scaler.load_state_dict({})
+    half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=0.5)
+    scaler.scale(half.sum()).backward()
+    with pytest.raises(ValueError):
+        scaler.unscale_(optimizer)
+    p, optimizer = weight()
+    scaler = made(path)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError):
+        scaler.unscale_(optimizer)
+
+
+# Copies; a scaler that is off
+
+
+@both
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_copies(path, how, begun):
+    scaler, (p, optimizer) = made(path, growth_factor=4.0, backoff_factor=0.25), weight()
+    if begun:
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler._growth_tracker == 1  # handed out: a copy has its own
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(scaler))
+    elif how == "deepcopy":
+        twin = copy.deepcopy(scaler)
+    else:
+        file = io.BytesIO()
+        torch.save(scaler, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert twin.state_dict() == scaler.state_dict()
+    assert twin.scale(torch.ones(())) == 8.0
+    twin._scale.fill_(2.0)
+    assert scaler.get_scale() == 8.0
+
+
+@both
+def test_a_scaler_in_mid_step_is_not_copied(path):
+    scaler, (p, optimizer) = made(path), weight()
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises((AssertionError, RuntimeError)):
+        pickle.dumps(scaler)
+
+
+@pytest.mark.parametrize("path", ["torch", "host"])
+def test_a_scaler_that_is_off_takes_anything(path):
+    class Counts:
+        def step(self, *args, **kwargs):
+            return args, kwargs
+
+    scaler = class_of(path)("cpu", "far", 0, 7, None, False)
+    assert scaler.scale("x") == "x"
+    assert scaler.unscale_(None) is None
+    assert scaler.update("y") is None
+    assert scaler.load_state_dict(7) is None
+    assert scaler.state_dict() == {}
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (1.0, 0)
+    assert not scaler.is_enabled()
+    assert scaler.step(Counts(), 1, closure=3, x=2) == ((1,), {"closure": 3, "x": 2})
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert not twin.is_enabled()
+    off = made(path, Parts.unscale_from_scratch(class_of(path)), enabled=False)
+    p, optimizer = weight()
+    off.scale(p.sum()).backward()
+    off.step(optimizer)
+    off.update()
+    assert (p == 0.5).all()

@@ -180,12 +180,14 @@ class Hooks:
                 self.patches.attribute(kind, name, self._wrapped(name, vars(kind)[name]))
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        from ...torch import GradScaler
+
         before = getattr(self, f"_before_{name.rstrip('_')}")
         after: Any = getattr(self, f"_after_{name.rstrip('_')}", None)
 
         @functools.wraps(original)
         def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or isinstance(scaler, GradScaler):  # ours, within
                 return original(scaler, *args, **kwargs)
             given = args[0] if args else kwargs.get("outputs", kwargs.get("optimizer"))
             line, kept = self._reading(self._enter, scaler, name, given, before) or (None, None)

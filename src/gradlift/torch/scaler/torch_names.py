@@ -205,7 +205,8 @@ class HandedOut:
             return
         if not self.scale.home.late:
             bad = any(bool(flag.any()) for flag in given)
-            if bad == (ours is not None and _is_bad(ours.reading)):  # nothing was written
+            known = ours is not None and _is_bad(ours.reading)
+            if bad == known or (bad and _is_bad(reading)):  # nothing new
                 return
             still = not bad and window.finished is None and self._again(window)
             window.reading = reading._replace(
@@ -422,7 +423,7 @@ class TorchNames(DropIn):
         """Lets the subclass' `_unscale_grads_` take the scale out, as torch's `unscale_` does."""
         ready = self._hand_out().states[id(optimizer)]["stage"] is OptState.READY
         if "_unscale_grads_" in self._overridden and ready:
-            torch.amp.GradScaler.unscale_(self, optimizer)
+            super().unscale_(optimizer)
 
     def _step_as_torch(
         self, optimizer: Any, args: Any, kwargs: dict[str, Any], max_norm: float | None
@@ -449,7 +450,7 @@ class TorchNames(DropIn):
         hook = register(after) if register else None
         recorder.depth += 1
         try:
-            value = torch.amp.GradScaler.step(self, optimizer, *args, **kwargs)
+            value = super().step(optimizer, *args, **kwargs)
         finally:
             recorder.depth -= 1
             if hook is not None:
