@@ -403,3 +403,46 @@ def edited_on_one_rank(on_device=False):
 @story
 def edited_on_one_rank_on_device():
     return edited_on_one_rank(on_device=True)
+
+
+@story
+def flags_reduced_by_hand(on_device=False, fused=False, subclass=False):
+    """Without a group: the script reduces what the scaler hands out, as sharded optimizers want."""
+    scaler = made(on_device=on_device, process_group=None)
+    if subclass:
+        scaler = Reducing("cpu", init_scale=2.0**8, growth_interval=100)
+    model, rows = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(data(step)).square().mean()).backward()
+        if step in (2, 3) and rank == step - 2:
+            model[0].weight.grad[0, 0] = math.inf
+        if not subclass:
+            scaler.unscale_(optimizer)
+            for v in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(v, op=dist.ReduceOp.MAX)
+        scaler.step(optimizer)
+        stepped = scaler.result.stepped
+        scaler.update()
+        rows.append([stepped, scaler.get_scale()])
+    return {"rows": rows, "weights": model[0].weight.tolist(), "skipped": scaler.skipped_steps}
+
+
+@story
+def flags_reduced_by_hand_on_device():
+    return flags_reduced_by_hand(on_device=True, fused=True)
+
+
+@story
+def flags_reduced_by_a_subclass():
+    return flags_reduced_by_hand(subclass=True)
+
+
+class Reducing(GradScaler):
+    """All ranks skip what one of them would."""
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        for v in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(v, op=dist.ReduceOp.MAX)

@@ -92,6 +92,9 @@ WORLDS = {
         "a_rank_leaves",
         "a_rank_leaves_on_device",
         "a_rank_has_no_batch_at_all",
+        "flags_reduced_by_hand",
+        "flags_reduced_by_hand_on_device",
+        "flags_reduced_by_a_subclass",
         "a_rank_leaves_that_accumulates",
         "a_rank_leaves_with_two_optimizers",
         "a_rank_leaves_with_old_moments",
@@ -224,6 +227,15 @@ def test_without_a_group_plain_parameters_communicate_nothing():
     assert agreed(said, "collectives") == [0]
     assert [row[1] for row in rows if not row[0]] == ["UNKNOWN_NONFINITE"] * 2
     assert scales(rows)[-1] == 64.0
+
+
+@pytest.mark.parametrize("how", ["by_hand", "by_hand_on_device", "by_a_subclass"])
+def test_flags_that_a_script_reduces_keep_ranks_together(how):
+    a, b = tell(2, f"flags_reduced_{how}")
+    assert a == b
+    assert [stepped for stepped, _ in a["rows"]] == [True, True, False, False, True, True]
+    assert a["rows"][-1][1] == 2.0**6
+    assert a["skipped"] == 2
 
 
 def test_accumulation_with_no_sync_is_one_big_batch():
