@@ -142,6 +142,20 @@ def test_they_may_be_assigned(path):
 
 
 @both
+@pytest.mark.parametrize("by", ["update", "load_state_dict"])
+def test_what_comes_later_counts(path, by):
+    scaler = made(path)
+    scaler.scale(torch.ones(()))
+    saved = scaler.state_dict()
+    scaler._scale.fill_(32.0)
+    if by == "update":
+        scaler.update(8.0)
+    else:
+        scaler.load_state_dict(saved)
+    assert scaler.get_scale() == scaler._scale == 8.0
+
+
+@both
 def test_they_may_be_made_by_hand(path):
     scaler = made(path)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
@@ -340,6 +354,19 @@ class Parts:
                 for v in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                     v.clamp_(max=1.0)
                 self.calls += 1
+
+        return Scaler
+
+    @staticmethod
+    def scale_from_scratch(base):
+        class Scaler(base):
+            calls = 0
+
+            def scale(self, outputs):
+                self.calls += 1
+                if self._scale is None:
+                    self._lazy_init_scale_growth_tracker(outputs.device)
+                return (outputs * self._scale).to(outputs.dtype)
 
         return Scaler
 
@@ -665,6 +692,49 @@ def test_sparse_gradients_are_unscaled(path, bad):
         assert p.grad.to_dense().tolist() == [[0, 0, 2], [4, 0, 1]]
 
 
+@both
+@pytest.mark.filterwarnings("ignore:.*(not a power of two|outside)")
+def test_a_scale_near_the_end_of_float32_stays_finite(path):
+    p = torch.nn.Parameter(torch.full((5,), 1e-20))
+    optimizer = torch.optim.Adam([p])
+    scaler = made(path, init_scale=1e38, growth_factor=16.0, growth_interval=1)
+    scaler.scale((p * 1e-20).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler._scale.isfinite()
+    assert p.isfinite().all()
+
+
+@both
+def test_a_step_returns_what_the_optimizer_does(path):
+    class Answers(torch.optim.SGD):
+        def step(self):
+            super().step()
+            return 42.0
+
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = Answers([p], lr=0.5), made(path)
+    for value, answer in ((math.inf, None), (1.0, 42.0)):
+        scaler.scale(torch.zeros(()))
+        p.grad = torch.full((2,), value)
+        assert scaler.step(optimizer) == answer
+        scaler.update()
+
+
+@both
+@pytest.mark.parametrize("kind", ["", "foreach", "fused"])
+def test_gradients_that_are_spoiled_after_unscale(path, kind):
+    """torch's tests expect NaN weights here; gradlift reads what was changed."""
+    p, optimizer = weight(**({kind: True} if kind else {}))
+    scaler = made(path)
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    p.grad.mul_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert p.isfinite().all() == (path != "torch")
+
+
 def loop(path, body, *, enabled=True):
     """Weights of a loop over twelve batches, one of which overflows where there is a scaler."""
     torch.manual_seed(1)
@@ -971,7 +1041,7 @@ def test_a_scaler_that_is_off_takes_anything(path):
     assert scaler.step(Counts(), 1, closure=3, x=2) == ((1,), {"closure": 3, "x": 2})
     for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
         assert not twin.is_enabled()
-    off = made(path, Parts.unscale_from_scratch(class_of(path)), enabled=False)
+    off = made(path, kind=Parts.unscale_from_scratch(class_of(path)), enabled=False)
     p, optimizer = weight()
     off.scale(p.sum()).backward()
     off.step(optimizer)

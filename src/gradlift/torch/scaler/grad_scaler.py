@@ -309,13 +309,13 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """
         if not self.active:
             return
+        if self._handed is not None:
+            self._handed.before_update()
         if new_scale is not None:
             self._set_scale(float(new_scale))
             if self._handed is not None:
                 self._handed.begin()
             return
-        if self._handed is not None:
-            self._handed.before_update()
         if self._skip == "all":
             for scale in self._scales.values():
                 self._last = scale.carry_out_deferred() or self._last
@@ -539,6 +539,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         """Loads what torch's scaler or any gradlift adapter saved; damage is refused and changes
         nothing. The current window is discarded: call it between update() and the next scale()."""
         if self._enabled:
+            if self._handed is not None:
+                self._handed.sync()
             load(self, state_dict)
             if self._handed is not None:
                 self._handed.begin()
