@@ -5,6 +5,7 @@ here: they skip themselves without it. docs/apex.md has what differs.
 """
 
 import contextlib
+import copy
 import itertools
 import random
 import types
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gradlift import read_journal, record
 from gradlift.apex import amp
 from gradlift.apex.fp16_utils import FP16Model
 from gradlift.apex.optimizers import FusedSGD
@@ -249,6 +251,20 @@ def test_init_trains_and_skips(handle, capsys):
     assert "reducing loss scale to 32768.0" in capsys.readouterr().out
 
 
+def test_what_init_trains_is_recorded(tmp_path):
+    with record(tmp_path / "run.jsonl"):
+        handle = amp.init()
+        net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with handle.scale_loss(net(torch.randn(8, 4)).pow(2).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    run = read_journal(tmp_path / "run.jsonl")
+    assert (len(run.steps), run.steps[-1].scale) == (5, state.loss_scalers[0].loss_scale())
+
+
 def test_a_wrapped_optimizer_has_a_scale_for_each_loss(handle, capsys):
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     first = handle.wrap_optimizer(torch.optim.SGD([a], lr=1.0), num_loss=2)
@@ -277,6 +293,7 @@ def test_init_disabled_casts_and_scales_nothing():
     optimizer = handle.wrap_optimizer(torch.optim.SGD([w], lr=1.0))
     loss = (w @ w).sum()
     assert (loss.dtype, handle.is_active()) == (SINGLE, False)
+    assert copy.copy(optimizer).param_groups is optimizer.param_groups
     with optimizer.scale_loss(loss) as scaled_loss:
         assert scaled_loss is loss
     with handle.scale_loss(loss, torch.optim.SGD([w], lr=1.0)) as scaled_loss:

@@ -154,6 +154,8 @@ class WrappedOptimizer:
         return self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self._optimizer, name)
 
 
