@@ -79,6 +79,40 @@ for i in range(5):
 everything(model, optimizer)
 """
 
+OWN_LBFGS = """
+from gradlift.torch import GradScaler
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+scaler = GradScaler("cpu", init_scale=2.0**30)
+x = torch.randn(8, 4)
+for i in range(8):
+    def closure():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss * (float("nan") if i == 5 else 1.0)).backward()
+        return loss
+    scaler.step(optimizer, closure)
+    scaler.update()
+    print(scaler.result, scaler.get_scale())
+everything(model, optimizer, scaler)
+"""
+
+TWO_BARE = """
+other = net(4, 8, 1)
+optimizers = [torch.optim.AdamW(model.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
+for i in range(8):
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x) + other(x)).float().square().mean()
+    (loss * (float("nan") if i == 5 else 1.0)).backward()
+    nn.utils.clip_grad_norm_([*model.parameters(), *other.parameters()], 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    print(loss.item())
+everything(model, other, *optimizers)
+"""
+
 OWN = """
 from gradlift.torch import GradScaler
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -336,6 +370,8 @@ CASES = {  # script, steps, keys
     ),
     "two optimizers": (GAN, 12, {""}),
     "LBFGS": (LBFGS, 5, {""}),
+    "LBFGS, gradlift": (OWN_LBFGS, 8, {""}),
+    "two optimizers, no scaler": (TWO_BARE, 16, {"", "optimizer 2"}),
     "gradlift": (OWN, 20, {""}),
     "README": (README, 20, {""}),
     "accelerate": (ACCELERATE, 8, {""}),
