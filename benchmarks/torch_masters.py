@@ -105,6 +105,7 @@ class Ours(Contender):
         self.scaler = GradScaler("cpu", init_scale=1.0)
 
     def step(self) -> None:
+        self.scaler.get_scale()  # gradients scaled by hand
         self.scaler.step(self.optimizer, max_norm=MAX_NORM)
         self.scaler.update()
 

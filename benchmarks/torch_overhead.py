@@ -246,10 +246,12 @@ def main() -> None:
     optimizer, after = Idle(many, lr=1e-4), []
     for upto in (100, 1000, 4000, 16000):
         while scaler._scales[None].steps < upto - 100:
+            scaler.get_scale()  # gradients scaled by hand
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
 
         def work() -> None:
+            scaler.get_scale()  # gradients scaled by hand
             scaler.step(optimizer, max_norm=1.0)
             scaler.update()
 

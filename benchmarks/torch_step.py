@@ -100,6 +100,7 @@ def ours(c: Contender, clip: bool) -> tuple[Callable[[], None], Callable[[], flo
     scaler = GradScaler("cpu", **(c.scaler or {"init_scale": SCALE}))
 
     def run() -> None:
+        scaler.get_scale()  # gradients scaled by hand
         scaler.step(c.optimizer, max_norm=MAX_NORM if clip else None)
         scaler.update()
 

@@ -209,7 +209,21 @@ TORCH = (
     ),
     Mutant(
         "torch/scaler/scale.py",
-        "if window.calls != self.calls:",
+        "self.settings.by_hand)",
+        "1)",
+        "gradients that nothing was scaled for are refused",
+        "test_misuse.py::test_gradients_of_a_loss_that_was_not_scaled_are_refused",
+    ),
+    Mutant(
+        "torch/ranks/agreement.py",
+        "(top.scaled == 0).logical_and(top.checked > 0)",
+        "top.scaled < 0",
+        "no rank steps if none has scaled a loss",
+        "test_distributed.py::test_ranks_none_of_which_has_scaled_a_loss_apply_nothing",
+    ),
+    Mutant(
+        "torch/scaler/scale.py",
+        "if window.mixed:",
         "if False:",
         "scaled and unscaled gradients do not mix",
         "test_misuse.py::test_unscale_twice_is_harmless_unless_something_came_between",

@@ -138,6 +138,26 @@ def pipeline_with_a_frozen_end_on_device():
 
 
 @story
+def pipeline_that_forgets_to_scale(on_device=False):
+    """The first stage never has a loss; the last has scaled one, and then no more."""
+    w, optimizer = lone()
+    scaler, said, kept = made(sharded=True, on_device=on_device), [], []
+    for step in range(3):
+        w.grad = torch.full((2,), 256.0)
+        if rank == world - 1 and step < 2:
+            scaler.scale(torch.ones(()))
+        said.append(attempt(lambda: scaler.step(optimizer)))
+        scaler.update()
+        kept.append(w.tolist())
+    return {"said": said, "kept": kept}
+
+
+@story
+def pipeline_that_forgets_to_scale_on_device():
+    return pipeline_that_forgets_to_scale(on_device=True)
+
+
+@story
 def copies_of_a_pipeline():
     """Two stages, two copies of each, averaged: all decide together, or each chain by itself."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "copy"))

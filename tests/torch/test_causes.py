@@ -47,6 +47,7 @@ def test_names_may_be_given():
     w = torch.nn.Parameter(torch.ones(1))
     scaler = GradScaler("cpu", names={"my.weight": w})
     w.grad = torch.tensor([math.nan])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(torch.optim.SGD([w], lr=1.0))
     assert scaler.result.culprits == ("my.weight",)
 

@@ -17,6 +17,7 @@ def test_what_is_applied_is_checked(device_path, fused, scale):
     """Finite gradients that 1/scale carries out of float32: no weight may become inf."""
     w, optimizer, scaler = made(device_path, fused, size=4, init_scale=scale)
     w.grad = torch.tensor([1.0, 3e38, 1.0, 1.0])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     assert not scaler.result.stepped
     assert (w == 0).all()
@@ -32,6 +33,7 @@ def test_what_leaves_float16_is_not_applied_in_float16(device_path, first):
     scaler._force_device_path = device_path
     for size, stepped in ((65504 / 8, False), (65504 / 32, True)):
         w.grad = torch.tensor([1.0, -size, 1.0, 1.0]).half()
+        scaler.get_scale()  # gradients scaled by hand
         if first == "unscale_":
             scaler.unscale_(optimizer)
         scaler.step(optimizer, max_norm=1e30 if first == "clip" else None)
@@ -46,6 +48,7 @@ def test_norm_of_100_million_elements():
     w = torch.nn.Parameter(torch.zeros_like(g))
     w.grad = g
     optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=1.0)
+    scaler.get_scale()  # gradients scaled by hand
     norm = scaler.clip_grad_norm_(optimizer, 1.0).item()
     truth = math.sqrt(sum(float(c.double().square().sum()) for c in g.split(2**22)))
     assert norm == pytest.approx(truth, rel=1e-5)
@@ -57,11 +60,36 @@ def test_sums_of_squares_that_overflow_or_vanish_are_confirmed():
     optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=1.0)
     for size in (1e18, 1e36, 1e-25, 1e-40):
         w.grad = torch.full((1000,), size)
+        scaler.get_scale()  # gradients scaled by hand
         norm = scaler.clip_grad_norm_(optimizer, 1e38).item()
         assert norm == pytest.approx(float(w.grad[0]) * math.sqrt(1000), rel=1e-6, abs=0)
         scaler.step(optimizer)
         assert scaler.result.stepped
         scaler.update()
+
+
+@both_paths
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["step", "clip_grad_norm_", "unscaled first", "skip=all"])
+def test_a_norm_that_leaves_float32_is_no_step(device_path, fused, how):
+    """Every element is finite, and nothing can be divided by their norm."""
+    w, optimizer, scaler = made(
+        device_path, fused, 1000, init_scale=2.0, skip="all" if how == "skip=all" else "each"
+    )
+    scaler.scale((w * 1.5e38).sum()).backward()
+    if how == "unscaled first":
+        scaler.unscale_(optimizer)
+    if how in ("unscaled first", "clip_grad_norm_"):
+        assert not scaler.clip_grad_norm_(optimizer, 1.0).isfinite()
+        scaler.step(optimizer)
+    else:
+        scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    assert (w == 0).all()
+    if device_path and how == "unscaled first":  # only here the coefficient of 0 is applied
+        return
+    assert scaler.result.skipped
+    assert scaler.get_scale() == 1.0
 
 
 # Gradients of all kinds
@@ -75,11 +103,13 @@ def test_mixed_gradient_dtypes(fused):
     scaler = GradScaler("cpu", init_scale=2.0**10)
     for p in params:
         p.grad = torch.full_like(p, 0.5 * 2**10)
+    scaler.get_scale()  # gradients scaled by hand
     assert scaler.clip_grad_norm_(optimizer, 100.0).item() == 1.5
     scaler.step(optimizer)
     assert all((p == 0.5).all() for p in params)
     scaler.update()
     params[1].grad = torch.full_like(params[1], math.nan)
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     assert not scaler.result.stepped
     assert [c.kind for c in scaler.result.culprits] == ["nan"]
@@ -98,6 +128,7 @@ def test_sparse_gradients_are_added_up_before_they_are_judged():
     table.weight.grad = torch.sparse_coo_tensor(
         [[1, 1]], values, (4, 2), check_invariants=True
     )  # their sum is inf
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     assert not scaler.result.stepped
 
@@ -115,6 +146,7 @@ def test_memory_layouts(layout):
     optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=4.0)
     w.grad = g
     expected = -(g / 4).clone()
+    scaler.get_scale()  # gradients scaled by hand
     norm = scaler.clip_grad_norm_(optimizer, 1e6)
     assert norm.item() == pytest.approx(float(expected.norm()), rel=1e-6)
     scaler.step(optimizer)
@@ -271,6 +303,7 @@ def test_a_masters_gradient_that_float16_cannot_show_is_no_culprit(device_path):
     for spoilt in (False, True):
         a.grad = torch.full_like(a, 60000.0)
         b.grad = torch.ones_like(b)
+        scaler.get_scale()  # gradients scaled by hand
         scaler.unscale_(optimizer)
         assert a.grad.isinf().all()
         if spoilt:
@@ -298,6 +331,7 @@ def test_every_dtype_in_one_optimizer(device_path, clips, foreach):
     for p in params:
         torch.testing.assert_close(p.detach(), torch.full_like(p, 0.5 if clips else 0.0))
     params[0].grad[1] = math.nan
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     scaler.update()
     assert not scaler.result.stepped

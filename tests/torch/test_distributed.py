@@ -60,6 +60,8 @@ WORLDS = {
         "pipeline_auto",
         "pipeline_with_a_frozen_end",
         "pipeline_with_a_frozen_end_on_device",
+        "pipeline_that_forgets_to_scale",
+        "pipeline_that_forgets_to_scale_on_device",
         "pipeline_that_was_not_announced",
         "pipeline_without_a_group",
         "pipeline_drops_nothing",
@@ -354,6 +356,17 @@ def test_a_pipeline_decides_together(name):
 )
 def test_a_stage_without_gradients_tells_of_its_loss(name):
     assert agreed(tell(2, name)) == [[*CLEAN, 256.0], [*BAD_LOSS, 256.0]]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_ranks_none_of_which_has_scaled_a_loss_apply_nothing(on_device):
+    """A stage without a loss is fine as long as another has one."""
+    told = tell(2, "pipeline_that_forgets_to_scale" + "_on_device" * on_device)
+    for i, each in enumerate(told):
+        assert each["said"][:2] == ["nothing", "nothing"]
+        assert each["kept"] == [[0.0, 0.0], [-1.0, -1.0], [-1.0, -1.0]]
+        if i or not on_device:  # on a device the one that forgot looks, and the other skips
+            assert "on ranks 0-1 no loss was scaled" in each["said"][2]
 
 
 def test_a_pipeline_that_was_not_announced_is_found_out():

@@ -204,10 +204,9 @@ def test_float32_norms_are_the_plain_optimizers_to_the_bit():
     reference = torch.optim.SGD([{"params": plain[:2]}, {"params": plain[2:]}], lr=0.1)
     for step in range(100):
         give_gradients(step, ours, plain, skip=(step % 6,))
-        norms = [
-            GradScaler("cpu", init_scale=1.0).clip_grad_norm_(o, 1.0)
-            for o in (optimizer, reference)
-        ]
+        scaler = GradScaler("cpu", init_scale=1.0)
+        scaler.get_scale()  # gradients scaled by hand
+        norms = [scaler.clip_grad_norm_(o, 1.0) for o in (optimizer, reference)]
         assert torch.equal(*norms)
 
 
@@ -225,8 +224,9 @@ def test_fused_steps_are_equal_where_the_kernel_has_no_remainder(kind, dtype):
     scaler_too = GradScaler("cpu", init_scale=4.0)
     for step in range(10):
         give_gradients(step, ours, plain, skip=(0, 2) if step == 4 else ())
-        scaler.step(optimizer, max_norm=3.0)
-        scaler_too.step(reference, max_norm=3.0)
+        for each, o in ((scaler, optimizer), (scaler_too, reference)):
+            each.get_scale()  # gradients scaled by hand
+            each.step(o, max_norm=3.0)
         scaler.update()
         scaler_too.update()
         assert equal(optimizer.masters, plain), step
@@ -484,6 +484,7 @@ def test_unusual_gradients_can_be_unscaled(dtype):
     scaler = GradScaler("cpu", init_scale=2.0)
     for p in params:
         p.grad = torch.ones((), dtype=dtype).expand(p.shape)
+    scaler.get_scale()  # gradients scaled by hand
     scaler.unscale_(optimizer)  # and the second group has none
     scaler.step(optimizer)
     scaler.update()
@@ -535,6 +536,7 @@ def test_a_gradient_changed_before_a_step_that_was_put_off_counts():
     optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0, fused=True)
     scaler = GradScaler("cpu", init_scale=1.0, skip="all")
     w.grad = torch.tensor([3.0, 4.0])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     w.grad.mul_(0)
     scaler.update()
@@ -546,6 +548,7 @@ def test_a_gradient_changed_between_clip_and_step_counts():
     optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0)
     scaler = GradScaler("cpu", init_scale=1.0)
     w.grad = torch.tensor([3.0, 4.0])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.clip_grad_norm_(optimizer, 100.0)
     w.grad.mul_(0)
     scaler.step(optimizer)
@@ -682,6 +685,7 @@ def test_a_number_of_two_to_the_120_is_taken_out_in_two_steps():
     optimizer = MasterWeights(torch.optim.SGD, [w], lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0**126)
     w.grad = torch.tensor([2.0**126, 2.0**125], dtype=BF16)
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer, max_norm=2.0**-10)
     scaler.update()
     norm = math.hypot(1.0, 0.5)
@@ -725,8 +729,9 @@ def test_a_hook_that_changes_gradients_is_obeyed_under_a_scaler():
         w.grad.zero_()
 
     optimizer.register_step_pre_hook(erase)
-    w.grad = torch.ones(2)
-    GradScaler("cpu", init_scale=1.0).step(optimizer)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
     assert w.tolist() == [0.0, 0.0]
 
 
@@ -1500,6 +1505,7 @@ def test_any_sequence_is_what_the_plain_optimizer_makes_of_it(actions, dtype, na
         if action in ("backward", "some"):
             give_more(n, ours, plain, every=2 if action == "some" else 1)
         elif action == "step":
+            scaler.get_scale()  # gradients scaled by hand
             scaler.step(optimizer) if n % 2 else optimizer.step()
             scaler.update()
             reference.step()
@@ -1543,6 +1549,7 @@ def test_any_sequence_is_what_the_plain_optimizer_makes_of_it(actions, dtype, na
             if with_inf is not None:
                 kept = with_inf.grad
                 with_inf.grad = torch.full_like(kept, math.inf)
+                scaler.get_scale()  # gradients scaled by hand
                 scaler.step(optimizer)
                 scaler.update()
                 assert not scaler.result.stepped
@@ -1598,6 +1605,7 @@ def test_a_weight_never_becomes_infinite(dtype, update, start, by, how, device_p
     for sign in (-1, 1, 1, 1):
         w.grad, v.grad = torch.full_like(w, sign * by), torch.zeros_like(v)
         far.grad = torch.full_like(w, -sign * by)
+        scaler.get_scale()  # gradients scaled by hand
         scaler.step(optimizer)
         scaler.update()
         assert all(p.isfinite().all() for p in params)
@@ -1728,6 +1736,7 @@ def test_a_step_without_gradients_after_a_weight_left_its_range(device_path):
     causes = []
     for g in (-49152.0, -49152.0, None):
         w.grad = None if g is None else torch.full_like(w, g)
+        scaler.get_scale()  # gradients scaled by hand
         scaler.step(optimizer)
         scaler.update()
         causes.append(scaler.result.cause)

@@ -28,8 +28,93 @@ def test_float16_parameters_are_refused_by_name_with_the_remedy():
         p.grad = torch.ones_like(p)
     with pytest.raises(MisuseError, match=r"1\.weight and 1 more are float16.*MasterWeights\(SGD"):
         GradScaler("cpu").step(optimizer)
-    GradScaler("cpu", allow_fp16_params=True, init_scale=1.0).step(optimizer)
+    scaler = GradScaler("cpu", allow_fp16_params=True, init_scale=1.0)
+    scaler.get_scale()  # gradients scaled by hand
+    scaler.step(optimizer)
     assert model[1].bias.dtype is torch.float16
+
+
+# A step without scale(loss)
+
+
+@both_paths
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("when", ["first", "later", "after update(new_scale)", "another key"])
+def test_gradients_of_a_loss_that_was_not_scaled_are_refused(device_path, fused, call, when):
+    w, optimizer, scaler = made(device_path, fused)
+    if when == "later":
+        scaler.scale(w.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    before = bits(w)
+    if when == "after update(new_scale)":
+        scaler.scale(w.sum()).backward()
+        scaler.update(8.0)
+    elif when == "another key":
+        scaler.scale(w.sum(), key="d").backward()
+    else:
+        w.sum().backward()
+    gradient = bits(w.grad)
+    args = (optimizer, 1.0) if call == "clip_grad_norm_" else (optimizer,)
+    said = rf"no loss was scaled since the last update\(\), so {call}\(\) would divide"
+    for _ in range(2):  # and again
+        with pytest.raises(MisuseError, match=said):
+            getattr(scaler, call)(*args)
+    assert (bits(w), bits(w.grad)) == (before, gradient)
+    if when == "another key":
+        scaler.step(optimizer, key="d")
+        assert w.item() == -1.0
+        return
+    optimizer.zero_grad()
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    assert w.item() == (-2.0 if when == "later" else -1.0)
+
+
+@both_paths
+def test_whoever_asks_for_the_scale_may_scale_by_hand(device_path):
+    w, optimizer, scaler = made(device_path)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (w.sum() * scaler.get_scale()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert w.item() == -2.0
+    optimizer.zero_grad()
+    w.sum().backward()  # asked in the window before: that does not count
+    with pytest.raises(MisuseError, match="no loss was scaled"):
+        scaler.step(optimizer)
+    scaler.get_scale()
+    scaler.load_state_dict(scaler.state_dict())
+    with pytest.raises(MisuseError, match="no loss was scaled"):
+        scaler.step(optimizer)
+    assert w.item() == -2.0
+
+
+def test_a_closure_that_does_not_scale_is_refused_and_undone():
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.LBFGS([w]), GradScaler("cpu")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(MisuseError, match="no loss was scaled"):
+        scaler.step(optimizer, closure)
+    assert (w == 1).all()
+
+
+@both_paths
+def test_a_step_without_gradients_needs_no_loss(device_path):
+    w, optimizer, scaler = made(device_path)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.result.cause is Cause.NO_GRADIENTS
+    assert w.item() == 0.0
 
 
 @both_paths
@@ -47,17 +132,20 @@ def test_a_setting_that_is_zero_in_float16_is_found_before_the_first_step(device
     said = (
         rf"eps=1e-(08|10) of {kind} is 0 in float16.*Pass eps=1e-4 or more.*MasterWeights\({kind}"
     )
+    scaler.get_scale()  # gradients scaled by hand
     with pytest.raises(MisuseError, match=said):
         scaler.step(optimizer)
     assert (w == 1).all()
     safe = made([w], eps=1e-4)
     for _ in range(3):
+        scaler.get_scale()  # gradients scaled by hand
         scaler.step(safe)
         scaler.update()
     assert w.isfinite().all()
     later = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     later.grad = torch.zeros_like(later)
     safe.add_param_group({"params": [later], "eps": 1e-8})
+    scaler.get_scale()  # gradients scaled by hand
     with pytest.raises(MisuseError, match="eps=1e-08 of"):
         scaler.step(safe)
     assert (later == 1).all()
@@ -70,11 +158,13 @@ def test_a_setting_that_vanishes_is_a_warning_where_the_optimizer_may_compute_in
     w = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
     w.grad = torch.ones_like(w)
     scaler = GradScaler("cpu", allow_fp16_params=True, init_scale=1.0)
+    scaler.get_scale()  # gradients scaled by hand
     with pytest.warns(UserWarning, match="eps=1e-08 of Theirs is 0 in float16"):
         scaler.step(Theirs([w]))
     fused = torch.optim.Adam([w], fused=True)  # computes in float32
     scaler.update()
     w.grad = torch.zeros_like(w)
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(fused)
     assert w.isfinite().all()
 

@@ -80,6 +80,7 @@ def test_gradients_that_share_memory_are_unscaled_once(shape, device_path):
     else:
         p.grad, q.grad = torch.full((2, 4), 8.0).T, full
     optimizer, scaler = torch.optim.SGD([p, q], lr=1.0), scaler_of(device_path)
+    scaler.get_scale()  # gradients scaled by hand
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert not p.any()
@@ -91,6 +92,7 @@ def test_a_base_that_is_written_to_is_seen_in_its_views(device_path):
     p, q, base = parameter(4), parameter(4), torch.full((8,), 8.0)
     p.grad, q.grad = base[:4], base[4:]
     optimizer, scaler = torch.optim.SGD([p, q], lr=1.0), scaler_of(device_path, names={"q": q})
+    scaler.get_scale()  # gradients scaled by hand
     scaler.unscale_(optimizer)
     base[5] = math.nan
     scaler.step(optimizer)
@@ -109,6 +111,7 @@ def test_a_gradient_of_a_wider_dtype_than_its_parameter(narrow, wide, device_pat
         (1e300 if wide == "float64" else 0.0, 0),
     ):
         p.grad = torch.full((3,), value, dtype=getattr(torch, wide))
+        scaler.get_scale()  # gradients scaled by hand
         scaler.step(optimizer)
         scaler.update()
         if value:

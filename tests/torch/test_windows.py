@@ -125,10 +125,12 @@ def test_gradients_assigned_by_hand_count():
     w = torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([w], lr=1.0), GradScaler("cpu", init_scale=4.0)
     w.grad = torch.tensor([2.0])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     assert w.item() == 0.5
     scaler.update()
     w.grad = torch.tensor([math.inf])
+    scaler.get_scale()  # gradients scaled by hand
     scaler.step(optimizer)
     assert (scaler.result.stepped, scaler.result.cause) == (False, Cause.UNKNOWN_NONFINITE)
 

@@ -86,6 +86,11 @@ class GradientSource:
         noted = noted or {}
         return [i for i, g in enumerate(self.held) if noted.get(id(g)) != _version(g)]
 
+    def marks(self) -> list[tuple[Tensor, int]]:
+        """Each gradient with its version: equal to those of later only if none has changed."""
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [(g, _version(g)) for g in (p.grad for p in params) if g is not None]
+
     def _stamps(self) -> dict[int, int]:
         """`held` keeps the noted gradients alive, so no other tensor can have their ids."""
         params = (p for group in self.optimizer.param_groups for p in group["params"])

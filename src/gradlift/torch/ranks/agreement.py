@@ -43,8 +43,9 @@ class RankRow(NamedTuple):
     nonfinite: Any
     loss_level: Any
     """0 if all its losses were finite, 2 if none was, else 1."""
-    loss_known: Any
-    """Has it scaled a loss at all? The first stage of a pipeline has not."""
+    scaled: Any
+    """2 if it has scaled a loss, 1 if it may have done so by hand, 0 if it has not: the first stage
+    of a pipeline never does."""
     checked: Any
     amax: Any = NOT_TAKEN
     probe_amax: Any = NOT_TAKEN
@@ -119,7 +120,7 @@ def _gather_uneven(packed: Tensor, group: RankGroup) -> Tensor:
 
 def stand_in(kind: float, group: Any, device: torch.device, call: str) -> bool:
     """The row of a rank that has left, or that begins a pass; are the others beginning one too?"""
-    row = RankRow(False, 0, False, False, own_norm=0.0, scale=kind)
+    row = RankRow(False, 0, 0, False, own_norm=0.0, scale=kind)
     ranks = tuple(ranks_of(group))
     packed = torch.tensor([float(x) for x in row], dtype=torch.float64, device=device)
     return same_call(_gathered(packed, group, ranks, call), ranks, call)
@@ -150,7 +151,9 @@ def agree(mine: RankRow, group: RankGroup, device: torch.device | None = None) -
         table = gather(torch.tensor(row, dtype=torch.float64), group)
     else:
         table = gather(packed(mine, device), group)
-    if device is None or not group.compared:
+    forgotten = group.scales and not mine.scaled  # a loss, in the last window
+    group.scales = bool(mine.scaled)
+    if device is None or not group.compared or forgotten:
         rows = {r: RankRow(*row) for r, row in zip(group.ranks, table.tolist())}
         compare({r: row for r, row in rows.items() if row.scale != LEFT}, group)
     top = RankRow(*table.amax(0))
@@ -159,8 +162,10 @@ def agree(mine: RankRow, group: RankGroup, device: torch.device | None = None) -
     norm = torch.linalg.vector_norm(own / most) * most  # a square might leave the format
     scales = table[:, _SCALE]
     differs = torch.where(scales == LEFT, top.scale, scales).amin() != top.scale
-    nonfinite = (top.nonfinite > 0).logical_or(differs)
-    blamed, known = loss_blamed(top.loss_level, top.nonfinite), top.loss_known > 0
+    unscaled = (top.scaled == 0).logical_and(top.checked > 0)  # raises where it was forgotten
+    nonfinite = (top.nonfinite > 0).logical_or(differs).logical_or(unscaled)
+    blamed = loss_blamed(top.loss_level, top.nonfinite)
+    known = top.scaled > (1 if group.sees_all_losses else 2)
     reading = Reading(
         nonfinite,
         loss_nonfinite=blamed,
@@ -227,7 +232,18 @@ def compare(by_rank: dict[int, RankRow], group: RankGroup) -> None:
             "every rank: a set has no order. If each rank holds parameters of its own (a pipeline, "
             "hand-made shards), say so with sharded=True"
         )
+    if any(row.checked for row in rows) and not any(row.scaled for row in rows):
+        raise MisuseError(f"on ranks {listed(ranks)} {nothing_scaled(group.call)}")
     group.compared = True
+
+
+def nothing_scaled(call: str) -> str:
+    return (
+        f"no loss was scaled since the last update(), so {call} would divide gradients by a scale "
+        "that they do not carry; nothing was changed. Call scaler.scale(loss).backward(), with the "
+        "key= of this call if it has one, or get_scale() in each window if you scale by hand. A "
+        "rank that has no loss of its own (a pipeline's first stage) needs process_group="
+    )
 
 
 def differing(what: str, ranks: Iterable[int], values: Iterable[Any]) -> str:

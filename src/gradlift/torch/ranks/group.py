@@ -53,6 +53,8 @@ class RankGroup:
     """Has some rank asked for these, say for its journal?"""
     call = "step()"
     """In which call of the user they agree."""
+    scales = False
+    """Had this rank scaled a loss when they agreed last?"""
     shows_norm = False
     """Would it also have done so without a recorded run around?"""
     compared = False

@@ -68,7 +68,7 @@ def load(scaler: GradScaler, data: Any) -> None:
         rule = scaler.rule
     scaler._arguments = [data[name] for name in saved_state.FACTORS]
     stale = any(scale.calls or scale.windows for scale in scaler._scales.values())
-    scaler._scales = {None: scaler._scales[None]}
+    scaler._scales, scaler._settings.by_hand = {None: scaler._scales[None]}, False
     scaler.use_rule(rule)
     for key, (state, steps, skipped) in states.items():
         scale = scaler.scale_of(key)

@@ -118,9 +118,13 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     @uncompiled
     def get_scale(self, key: str | None = None) -> float:
-        """The scale of the next step; 1.0 if disabled."""
+        """The scale of the next step; 1.0 if disabled.
+
+        Whoever asks in a window may scale by hand, so that `step` wants no `scale(loss)` then.
+        """
         if not self.active:
             return 1.0
+        self._settings.by_hand = True
         if self._handed is not None:
             self._handed.sync()
         scale = self._scales.get(key)
@@ -319,6 +323,8 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         if self._skip == "all":
             for scale in self._scales.values():
                 self._last = scale.carry_out_deferred() or self._last
+        if any(scale.windows for scale in self._scales.values()):
+            self._settings.by_hand = False
         ended = list(map(Scale.end, self._scales.values()))
         if self._handed is not None:
             self._handed.begin()
@@ -337,6 +343,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             scale.carry_out_deferred()
             scale.clear()
             scale.put(scale.numbers()._replace(scale=new_scale))
+        self._settings.by_hand = False
         self.use_rule(rule)
 
     def flush(self) -> None:

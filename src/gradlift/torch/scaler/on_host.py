@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ...core import clip_coefficient, loss_blamed, loss_level
+from ...formats import FP32
+from ...namespace import namespace
 from ...rules import ScaleState
 from ..ranks.agreement import NOT_TAKEN, Agreed, RankRow, agree
 from ..ranks.group import SAME
@@ -49,7 +51,8 @@ class OnHost:
         self.skipped += bool(skips)
 
     def inverse(self) -> Any:
-        return 1 / self.state.scale
+        """1/scale, rounded to float32 as torch does: float64 gradients show it at an odd scale."""
+        return namespace(None).f32(1 / self.state.scale)
 
     # losses
 
@@ -117,10 +120,16 @@ class OnHost:
         return not window.reading.nonfinite and math.isnan(window.norm)
 
     def clip(self, window: Window, max_norm: float) -> Tensor:
-        """Notes the coefficient for `step`; returns the true norm."""
-        if not math.isnan(window.norm):
+        """Notes the coefficient for `step`; returns the true norm. By one that leaves float32
+        nothing can be divided: such a step is not made."""
+        norm = torch.tensor(window.norm, dtype=torch.float32)
+        if window.norm > FP32.max:
+            assert window.reading is not None
+            window.norm = math.nan
+            window.reading = window.reading._replace(nonfinite=True, norm=math.nan)
+        elif not math.isnan(window.norm):
             window.coefficient = clip_coefficient(window.norm, max_norm)
-        return torch.tensor(window.norm, dtype=torch.float32)
+        return norm
 
 
 def _first_culprit(window: Window) -> int:

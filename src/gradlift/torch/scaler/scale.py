@@ -34,7 +34,16 @@ from ...reading import NAN, Reading
 from ..gradient_source import GradientSource, gradients_of, multiply, reference, refuse_nan
 from ..names import culprits, name_of, with_first
 from ..probing import claim, largest, probed, release, samples, watchers, window_ended
-from ..ranks.agreement import AMAX, CLIPS, NORM, NOT_TAKEN, WATCHED, RankRow, gather
+from ..ranks.agreement import (
+    AMAX,
+    CLIPS,
+    NORM,
+    NOT_TAKEN,
+    WATCHED,
+    RankRow,
+    gather,
+    nothing_scaled,
+)
 from ..ranks.group import ALONE, RankGroup
 from ..ranks.sharding import distributed
 from .accumulation import DropBad
@@ -127,6 +136,11 @@ class Scale:
             if not self.calls:
                 self.home.cap(self.ceiling)
         self.stale, self.begun = False, True
+        if self.windows:
+            self._compare_marks()
+            for window in self.windows.values():
+                if window.finished is None and not window.deferred:
+                    window.marks = window.source.marks()
         value, nonfinite = self.home.flag(loss, self.settings.recorded)
         self.loss_bad = self.loss_bad or nonfinite is not False
         self.loss = self.loss + value
@@ -139,6 +153,17 @@ class Scale:
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         scale = self.home.state.scale
         return wide * (scale.to(loss.device, non_blocking=True) if self.home.late else scale)
+
+    def _compare_marks(self) -> None:
+        """Did a loss that was scaled after the look add to gradients that are not stepped yet?"""
+        for window in self.windows.values():
+            marks, window.marks = window.marks, None
+            if marks is not None:
+                now = window.source.marks()
+                same = len(now) == len(marks) and all(
+                    g is h and n == m for (g, n), (h, m) in zip(now, marks)
+                )
+                window.mixed = window.mixed or not same
 
     # micro-batches that are dropped
 
@@ -204,12 +229,14 @@ class Scale:
                 "load_state_dict() came between scale() and step(), so these gradients carry a "
                 "scale that is not known any more: call zero_grad() and compute the batch again"
             )
+        self._compare_marks()
         if window is not None:
-            if window.calls != self.calls:
+            if window.mixed:
                 raise MisuseError(
-                    "scale() was called after the gradients had been unscaled or clipped, so they "
-                    "mix scaled and unscaled values: call unscale_() or clip_grad_norm_() once, "
-                    "after the last backward() before step()"
+                    "gradients of this optimizer changed after they had been unscaled or clipped, "
+                    "while another loss was scaled, so they mix scaled and unscaled values: call "
+                    "unscale_() or clip_grad_norm_() after the last backward() that reaches them, "
+                    "and change them by hand right after that"
                 )
             window.fresh = False
             window.norm_shown = window.norm_shown or norm
@@ -233,7 +260,7 @@ class Scale:
         if self.windows:
             self._refuse_shared(window)
         self._read(window, norm)
-        window.calls, window.fresh = self.calls, True
+        window.fresh = True
         self.windows[id(optimizer)] = window
         if first and self.settings.recorded and window.source.elements:
             self._describe(window)
@@ -306,6 +333,8 @@ class Scale:
         if self.loss_bad and group.sees_all_losses:
             losses = [m.loss_nonfinite for m in self.micro if not m.dropped]
         window.loss_known = self.calls > 0 and group.sees_all_losses
+        if group.group is None and window.source.elements and not self._scaled:
+            raise MisuseError(nothing_scaled(self.call))
         leaves_out = settings.wants_amax and not window.source.gathered
         nothing_left = bool(self.dropped) and (not window.source.elements or self.nothing_kept)
         if window.source.elements or not home.late:
@@ -348,7 +377,7 @@ class Scale:
             RankRow(
                 nonfinite=mine.nonfinite,
                 loss_level=level,
-                loss_known=window.loss_known,
+                scaled=self._scaled,
                 checked=mine.checked,
                 amax=mine.amax if amax and mine.checked is not False else NOT_TAKEN,
                 probe_amax=NOT_TAKEN if probe is NAN else probe,
@@ -362,6 +391,11 @@ class Scale:
         if not self.home.late and agreed.culprit:
             names = self.settings.names
             window.culprits = with_first(window.culprits, agreed.culprit, group, names)
+
+    @property
+    def _scaled(self) -> int:
+        """In this window: 2 if a loss was, 1 if it may have been by hand, else 0."""
+        return 2 if self.calls else int(self.settings.by_hand)
 
     def _asks(self) -> int:
         """What this rank wants to know of all: for its journal, or for its rule."""
@@ -419,7 +453,7 @@ class Scale:
             window.norm = window.found.norm
         if window.group.has_shards:
             window.norm_taken = True
-            row = RankRow(False, 0, 0, 0, asks=self._asks(), scale=self.home.state.scale)
+            row = RankRow(False, 0, self._scaled, 0, asks=self._asks(), scale=self.home.state.scale)
             window.norm = self.home.agree(window, row).reading.norm
 
     def _describe(self, window: Window) -> None:
@@ -534,11 +568,12 @@ class Scale:
             return self._multiplied_step(window, factor, args, kwargs)
         divisor = 1.0 if window.unscaled else home.state.scale
         if coefficient < divisor * _SMALLEST_FACTOR:  # one float32 cannot hold both: two passes
-            source.multiply(1 / divisor)
+            source.multiply(home.inverse())
             window.unscaled, divisor = True, 1.0
         if source.folds:
             return source.step(divisor / coefficient, None, *args, just_read=window.fresh, **kwargs)
-        return self._multiplied_step(window, 1 / divisor * coefficient, args, kwargs)
+        inverse = 1.0 if window.unscaled else home.inverse()
+        return self._multiplied_step(window, inverse * coefficient, args, kwargs)
 
     def _multiplied_step(self, window: Window, factor: Any, args: Any, kwargs: Any) -> Any:
         try:

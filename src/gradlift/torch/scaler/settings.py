@@ -40,6 +40,8 @@ class ScalerSettings:
     """Optimizers whose parameters have no names yet, in the order of their first steps."""
     taken: dict[str, int] = dataclasses.field(default_factory=dict)
     """name -> id of the parameter that has it."""
+    by_hand: bool = False
+    """Was the scale asked for since the last update, so that somebody may scale by hand?"""
 
     def __post_init__(self) -> None:
         self.use_rule(self.rule)

@@ -307,7 +307,8 @@ class TorchNames(DropIn):
 
     @property
     def _scale(self) -> Tensor | None:
-        """None before the first loss."""
+        """None before the first loss. Who reads it may scale by hand, as with `get_scale`."""
+        self._settings.by_hand = True
         return self._hand_out().pair()[0] if self._scales[None].begun else None
 
     @_scale.setter

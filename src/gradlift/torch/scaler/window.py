@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ...core import Cause, Culprit, Finished, Verdict
 from ...reading import Reading
 from ..gradient_source import GradientSource
@@ -48,8 +50,10 @@ class Window:
     culprits: tuple[Culprit, ...] = ()
     first_culprit: Any = 0
     """Of any rank: see `RankRow.culprit`."""
-    calls: int = -1
-    """How many losses had been scaled when the gradients were looked at."""
+    marks: list[tuple[Tensor, int]] | None = None
+    """The gradients when another loss was scaled after the look, with their versions."""
+    mixed: bool = False
+    """Has a gradient changed since, in the backward pass of the other loss?"""
     fresh: bool = False
     """The gradients were looked at in the call that is still running."""
     unscaled: bool = False
