@@ -323,8 +323,6 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
         if self._skip == "all":
             for scale in self._scales.values():
                 self._last = scale.carry_out_deferred() or self._last
-        if any(scale.windows for scale in self._scales.values()):
-            self._settings.by_hand = False
         ended = list(map(Scale.end, self._scales.values()))
         if self._handed is not None:
             self._handed.begin()

@@ -229,7 +229,8 @@ class Scale:
                 "load_state_dict() came between scale() and step(), so these gradients carry a "
                 "scale that is not known any more: call zero_grad() and compute the batch again"
             )
-        self._compare_marks()
+        if self.windows:
+            self._compare_marks()
         if window is not None:
             if window.mixed:
                 raise MisuseError(
@@ -661,6 +662,7 @@ class Scale:
         windows = list(self.windows.values())
         if not windows:
             return None
+        self.settings.by_hand = False
         reading = self.combined() if len(windows) > 1 else windows[0].reading
         assert reading is not None
         reading = self.advance(reading)
