@@ -348,3 +348,18 @@ def test_a_parameter_of_a_single_number_is_weighed_as_others_are(tmp_path):
     run = session.run
     assert [len(sample.parameters) for sample in run.weights] == [2, 2, 2]
     assert [e for e in run.events if e.detail.get("code") == "observer"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("Adam", 1), ("RMSprop", 1), ("Adagrad", 1), ("Adadelta", None)]
+)
+def test_second_moments_below_eps_by_whatever_name(kind, share, tmp_path):
+    """Adadelta adds its eps to the moment, not to the root."""
+    model = nn.Linear(4, 2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, eps=10.0)
+    with gradlift.record(tmp_path / "run.jsonl") as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    assert session.run.weights[-1].parameters["weight"].get("below_eps") == share

@@ -146,25 +146,33 @@ def _below_eps(
     shares = torch.full((len(params),), math.nan, dtype=wide, device=params[0].device)
     known, parts, corrections, limits = [], [], [], []
     for i, p in enumerate(params):
-        state = optimizer.state.get(p) or {}
-        second = state.get("exp_avg_sq")
+        state, group = optimizer.state.get(p) or {}, groups[id(p)]
+        second = next((state[name] for name in _second(group) if name in state), None)
+        eps = group.get("eps", 0)
         if not isinstance(second, Tensor) or not second.numel() or not _is_plain(second):
             continue
-        group = groups[id(p)]
+        if not isinstance(eps, (int, float)):  # a pair, such as Adafactor's
+            continue
         steps = float(state.get("step", 1)) if p.device.type == "cpu" else 1e9
         beta = float(group["betas"][1]) if "betas" in group else 0.0
         known.append(i)
         parts.append(_part(second))
         corrections.append(1 - beta ** max(1.0, steps))
-        limits.append(float(group.get("eps", 0)))
+        limits.append(float(eps))
     if not known:
         return shares
     moments = _End2End(parts, wide)
-    factors, eps = (torch.tensor(x, dtype=wide).to(shares.device) for x in (corrections, limits))
+    factors, below = (torch.tensor(x, dtype=wide).to(shares.device) for x in (corrections, limits))
     some = moments.values > 0
-    low = some & ((moments.values / factors[moments.of]).sqrt() < eps[moments.of])
+    low = some & ((moments.values / factors[moments.of]).sqrt() < below[moments.of])
     found = moments.sum(low.to(wide)) / moments.sum(some.to(wide))
     return shares.index_copy(0, torch.tensor(known, device=shares.device), found)
+
+
+def _second(group: dict[str, Any]) -> tuple[str, ...]:
+    """What an optimizer calls the moment whose root it adds eps to: Adam; RMSprop; Adagrad.
+    (Adadelta, which has a rho, adds its eps to the moment.)"""
+    return ("exp_avg_sq",) if "rho" in group else ("exp_avg_sq", "square_avg", "sum")
 
 
 def _alike(p: Tensor) -> Tensor:
