@@ -2,6 +2,7 @@
 
 import random
 import struct
+import time
 import tracemalloc
 import zlib
 
@@ -176,6 +177,24 @@ def test_a_line_without_end_is_no_burden():
         reader.feed(b"x it/s Traceback 'loss': {" * 4000)
     reader.feed(b"\niter 3: loss 2.5, time 9ms\n")
     assert reader.end().steps[-1].step == 3
+
+
+@pytest.mark.parametrize("line", [
+    "iteration 1/ 2 | elapsed time per iteration |" + " " * 15_000 + "|",
+    "num_updates= " + "1/1 [aaa, a=" * 1_300,
+    "num_updates= " + "1/1 [aaa,a, a=" * 1_100,
+    " - loss: " + "1/1 ------ " * 1_400,
+    "Train Metrics (step 1) - " + ": |" * 5_000,
+    "OVERFLOW!" + "  a" * 5_400,
+    ("a" * 59 + ":" + " " * 9) * 230 + "it/s",
+], ids=range(7))  # fmt: skip
+def test_no_line_costs_much(line):
+    """Ten megabytes of it are read in less than a minute."""
+    reader = LogReader()
+    begun = time.process_time()
+    for _ in range(10):
+        reader.feed(line.encode() + b"\n")
+    assert time.process_time() - begun < 60 * 10 * len(line) / 1e7 + 0.5
 
 
 def test_links_and_pipes_are_not_followed(tmp_path):

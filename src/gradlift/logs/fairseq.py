@@ -20,7 +20,9 @@ _SKIP = re.compile(
 _AMP = re.compile(rf"AMP: overflow detected, setting scale to (?:to )?(?P<next>{N})")
 _PARAMETER = re.compile(r"overflow in param (?P<name>[\w.]{1,300})")
 _SIMPLE = re.compile(rf"epoch {I}:\s+{I} / {I} (?P<rest>\w+=.*)")
-_BAR = re.compile(rf"{I}/{I} \[[^\]]{{3,40}}?, (?P<rest>\w+=[^\]]*)\]")
+_BAR = re.compile(
+    rf"{I}/{I} \[[^\],]{{3,20}},[^\],]{{1,20}}, (?P<rest>\w{{1,40}}=[^\]]{{0,2000}})\]"
+)
 _EPOCH = re.compile(rf"epoch {I} \| (?P<rest>(?:train )?loss .*)")
 _METRICS2 = re.compile(r"Train Metrics \(step (?P<step>[\d,]{1,18})\) - (?P<rest>.*)")
 _SKIP2 = re.compile(

@@ -16,8 +16,7 @@ from .row import Row
 
 _NAME = "megatron"
 _LINE = re.compile(rf"iteration\s+(?P<step>{I})/\s*{I} \|(?P<rest>.*)\|")
-_FIELDS = (re.compile(rf" *([^:]{{1,60}}): *({N})"), re.compile(rf" *([^:]{{1,60}}?) +({N}) *$"))
-"""With a colon; and, in version 1.0, without."""
+_VALUE = re.compile(N)
 _TOO_LARGE = re.compile(rf"skipping grad norm because it's too large (?P<norm>{N})")
 _LOSSES = ("lm loss", "lm_loss", "loss", "reduced_train_loss", "total loss")
 
@@ -47,10 +46,11 @@ def _line(line: str) -> Iterator[Row]:
 
 
 def _fields(rest: str) -> Iterator[tuple[str, float | None]]:
-    for part in rest.split("|"):
-        found = _FIELDS[":" not in part].match(part)
+    for part in map(str.strip, rest.split("|")):
+        name, _, value = part.partition(":") if ":" in part else part.rpartition(" ")  # 1.0
+        found = _VALUE.match(value.lstrip())
         if found:
-            yield found[1].strip().lower(), number(found[2])
+            yield name.strip().lower(), number(found[0])
 
 
 def _too_large(line: str) -> Iterator[Row]:
