@@ -198,6 +198,30 @@ def by_hand_with_an_optimizer_of_no_replica():
     assert step(0.5, 0.25) == [-0.75, -2]
 
 
+def one_decision_under_central_storage():
+    """tf.keras refuses this strategy."""
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
+    with central.scope():
+        w = keras.Variable(np.zeros(1, np.float32), name="w")
+        optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=16.0)
+        optimizer.build([w])
+
+    def one(true):
+        optimizer.apply([true * optimizer.scale_loss(tf.constant(1.0))], [w])
+
+    @tf.function
+    def both(true):
+        central.run(one, args=(true,))
+
+    for pair, kept in (((0.5, 0.25), -0.75), ((GOOD, INF), -0.75), ((INF, GOOD), -0.75)):
+        rows = [tf.constant([v], tf.float32) for v in pair]
+        each = central.experimental_distribute_values_from_function
+        both(each(lambda c, rows=rows: rows[c.replica_id_in_sync_group]))
+        assert w.value.numpy().tolist() == [kept], pair
+    assert optimizer.counts[Cause.OVERFLOW] == 2
+    assert optimizer.get_scale() == 4.0
+
+
 STORIES = [
     keras_own_looks_at_the_first_replica_only,
     one_decision_for_both,
@@ -207,6 +231,7 @@ STORIES = [
     clipping_and_averages,
     by_hand,
     by_hand_with_an_optimizer_of_no_replica,
+    one_decision_under_central_storage,
     fit_and_a_journal,
     saved_and_loaded,
 ]

@@ -292,11 +292,10 @@ def test_a_sparse_gradient_does_what_a_dense_one_does(kind):
             gradient = sparse(np.ones((3, 3, 2)) * (10.0 - i), (0, 2, 4), (5, 3, 2))
             if dense:
                 gradient = ops.convert_to_tensor(gradient, sparse=False)
-            if BACKEND == "jax":
-                values = [v.value for v in optimizer.variables]
-                moved, kept = optimizer.stateless_apply(values, [gradient], [variable.value])
-                pairs = zip([variable, *optimizer.variables], [*moved, *kept], strict=True)
-                for v, value in pairs:
+            if BACKEND == "jax":  # given variables, where others give their values
+                held_ones = optimizer.variables
+                moved, kept = optimizer.stateless_apply(held_ones, [gradient], [variable.value])
+                for v, value in zip([variable, *held_ones], [*moved, *kept], strict=True):
                     v.assign(value)
             else:
                 optimizer.apply([gradient], [variable])

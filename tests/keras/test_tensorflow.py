@@ -257,4 +257,4 @@ def test_two_replicas_decide_alike():
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert "one_decision_for_both" in told
-    assert len(told) == 10
+    assert len(told) == 11

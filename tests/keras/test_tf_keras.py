@@ -123,6 +123,26 @@ def test_the_learning_rate_is_the_inner_optimizers_and_nothing_else_is():
         optimizer.loss_scale = 2.0
 
 
+def test_the_learning_rate_of_a_wrapper_inside():
+    class Wrapper(SGD):
+        def __init__(self):
+            super().__init__(9.0)
+            self.inner_optimizer = SGD(1.0)
+
+        @property
+        def learning_rate(self):
+            return self.inner_optimizer.learning_rate
+
+        @learning_rate.setter
+        def learning_rate(self, value):
+            self.inner_optimizer.learning_rate = value
+
+    optimizer = LossScaleOptimizer(Wrapper())
+    assert number(optimizer.learning_rate) == 1.0
+    optimizer.learning_rate = 2.0
+    assert number(optimizer.inner_optimizer.inner_optimizer.learning_rate) == 2.0
+
+
 def test_iterations_count_the_steps_that_were_applied():
     """tf.keras counts the skipped ones as well; Keras 3 and gradlift do not."""
     held = variable(5.0)

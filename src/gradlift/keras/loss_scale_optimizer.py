@@ -217,7 +217,11 @@ the "window" so far |
         grads = list(grads)
         self._checked(grads, None)
         self._pairing = Pairing()
-        return self._backend.stateless(self, optimizer_variables, grads, trainable_variables)
+        held, weights = (
+            [v.value if isinstance(v, keras.Variable) else v for v in group]
+            for group in (optimizer_variables, trainable_variables)
+        )
+        return self._backend.stateless(self, held, grads, weights)
 
     def _checked(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
         """The variables that go with these gradients, or what is wrong with them."""
