@@ -91,6 +91,15 @@ def test_a_delayed_pass_keeps_the_scale_that_it_had():
     assert model.w.item() == -3.0
 
 
+def test_a_delayed_pass_is_settled_before_init_begins_anew():
+    model, optimizer = start()
+    scalers.loss_scalers[0]._loss_scale = 4.0
+    backward(model, optimizer, 3.0, delay_unscale=True)
+    amp.init()._deactivate()
+    optimizer.step()
+    assert model.w.item() == -3.0
+
+
 def test_what_the_scale_cannot_be_is_refused():
     model, optimizer = start()
     for bad in (0.0, float("nan"), 2.0**25):

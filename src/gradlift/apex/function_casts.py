@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..errors import MisuseError
 from ..torch.nested import tensors
 from .casts import float_function, half_function, promote_function
-from .guard import Guard
+from .guard import Guard, settle_all
 from .opt_levels import scale_rule
 from .session import AMP, make_scaler
 
@@ -64,6 +64,7 @@ def init(
     >>> (w @ w).dtype, w[0, 0].item()
     (torch.float32, 0.99609375)
     """
+    settle_all()
     if not enabled:
         AMP.begin()
         return AmpHandle([])
