@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...core import Limits
+from ...core import NO_LIMITS, Limits
 from ...errors import MisuseError, SettingsError, warn
 from ...journal import Channel, Event, JournalLike, channel, current
 from ...rules import Backoff, Headroom, Off, Rule, parse, resolve
@@ -62,9 +62,9 @@ class ScalerSettings:
         self.watched = self.recorded and not self.channel.own_journal
         """Recorded only by a run around, which must not show in results and saved states?"""
         self.wants_amax = rule.magnitudes or self.recorded
-        self.observed = self.channel.heard or self.limits != Limits()
+        self.observed = self.channel.heard or self.limits != NO_LIMITS
         """Must a device send its numbers over, for a journal, a callback or the limits?"""
-        self.known = self.channel.heard_by_user or self.limits != Limits()
+        self.known = self.channel.heard_by_user or self.limits != NO_LIMITS
         """Would it do so without a recorded run around?"""
 
     def use_replicas(self, ranks: int | None = None) -> None:
