@@ -429,6 +429,7 @@ def script_run():
         events=[
             Event(None, "source", {"file": "secret_script.py", "lines": lines}),
             Event(4, "origin", {"where": "forward", "place": "secret_script.py:9"}),
+            Event(5, "origin", {"where": "input", "op": "loss", "before": "secret_script:9"}),
             Event(
                 None,
                 "end",

@@ -9,7 +9,7 @@ from typing import Any
 from ..analysis.findings.calls import orders
 from ..journal import Call, Calls, Run
 
-_LEFT_OUT = ("command", "place", "frames", "file", "lines")
+_LEFT_OUT = ("command", "place", "before", "frames", "file", "lines")
 _PATH = re.compile(
     r"""(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'"`:,;()<>]+){2,}  # /home/ada/train.py
     |[^\s/\\'"`(<]+\.(?:py|ipynb)\b                                 # train.py

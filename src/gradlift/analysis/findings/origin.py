@@ -78,7 +78,7 @@ def bad_data(run: Run) -> Finding | None:
     if event is None:
         return None
     found, which = _text(event.detail, "found"), _text(event.detail, "input")
-    taker = "loss" if _line(event.detail) else "model"
+    taker = _text(event.detail, "op") or "model"
     return Finding(
         "broken",
         f"The data are not finite: {found} in a batch",

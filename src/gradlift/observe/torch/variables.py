@@ -39,7 +39,7 @@ def bad_variable(losses: list[Tensor], places: Places, frame: types.FrameType) -
             found = "nan" if bool(t.isnan().any()) else "inf"
             index = ", ".join(str(int(i)) for i in at[0])
             text = f"{name}, {len(at)} of {t.numel()} elements, first at [{index}]"
-            return Origin(found, "input", input=text, before=places.of(frame))
+            return Origin(found, "input", op="loss", input=text, before=places.of(frame))
     return None
 
 

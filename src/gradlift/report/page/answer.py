@@ -152,7 +152,8 @@ def _links(finding: Finding, chart: str, data: Mapping[str, Any]) -> list[str]:
     if finding.parameters:
         names = [link(breakable(name), parameter=name) for name in finding.parameters]
         rows.append(f"<p class=where>parameters {listed(names)}</p>")
-    modules = [m for m in data["forward"]["names"] if m and m in _words(finding)]
+    known = data["forward"]["names"]
+    modules = [m for m in known if m and not m.isdigit() and m in _words(finding)]
     if modules:
         names = [link(breakable(name), module=name) for name in modules]
         rows.append(f"<p class=where>modules {listed(names)}</p>")
