@@ -28,7 +28,7 @@ from story import (
 )
 
 from gradlift import Cause, Journal, read_journal
-from gradlift.errors import SettingsError
+from gradlift.errors import MisuseError, SettingsError
 from gradlift.integrations.accelerate import install
 
 
@@ -197,6 +197,21 @@ def test_a_step_without_a_loss_while_the_other_optimizer_waits():
     assert scaler.result.cause is Cause.NO_GRADIENTS
     second.step()
     assert scaler.result.stepped
+
+
+def test_a_scale_that_moved_meanwhile_is_not_taken_out_of_the_others_gradients():
+    accelerator = begun()
+    ours(accelerator, DYNAMIC)
+    nets = [accelerator.prepare(make_net(seed)) for seed in (1, 2)]
+    first, second = (accelerator.prepare(make_optimizer(net)) for net in nets)
+    x, _ = BATCHES[0]
+    accelerator.backward(loss_of(nets[0](x), 1.0) + loss_of(nets[1](x), 1.0))
+    next(nets[0].parameters()).grad.fill_(float("inf"))
+    first.step()
+    first.zero_grad()
+    first.step()
+    with pytest.raises(MisuseError, match="no loss was scaled"):
+        second.step()
 
 
 def test_the_last_step_is_recorded_too(tmp_path):

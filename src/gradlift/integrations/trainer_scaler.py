@@ -62,7 +62,10 @@ class TrainerScaler(GradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if optimizer in self._done:  # once more, without a loss
+            before = self.get_scale()
             self._close_window()
+            # Gradients that wait for another optimizer's step may carry it still.
+            self._settings.by_hand = self.get_scale() == before
         value = super().step(optimizer, *args, **kwargs)
         self._done.append(optimizer)
         return value
