@@ -40,7 +40,7 @@ THEIRS = {
     *("_version", "_values", "_parameters", "_apply"),  # torch's tensors and modules
     *("_get_scale_async", "_found_inf_per_device", "_check_inf_per_device"),  # torch's scalers
     *("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval"),  # the same
-    "_params",  # a Gluon trainer's
+    *("_params", "_variables"),  # a Gluon trainer's, a Keras optimizer's
     *("_fields", "_replace"),  # every NamedTuple's
 }
 """Private names of others, which we have to use."""
