@@ -360,6 +360,7 @@ class TorchNames(DropIn):
         if self._scales[None].begun:
             raise MisuseError("_lazy_init_scale_growth_tracker() was called after scale()")
         self.scale_of(None, torch.device(dev)).begun = True
+        self._settings.by_hand = True
 
     def _get_scale_async(self) -> Tensor | None:
         return self._scale
