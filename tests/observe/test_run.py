@@ -487,6 +487,42 @@ for factor in (1.0, 1e36, 1.0):
     assert not [e for e in run.events if e.what == "note"]
 
 
+@pytest.mark.parametrize("options", [[], ["--rule=dynamic"]], ids=["", "rule"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from gradlift.torch import GradScaler",
+        "import gradlift.integrations.accelerate",
+        "import gradlift.integrations.lightning",
+        "from gradlift.apex import amp",
+        "import accelerate",
+    ],
+)
+def test_whatever_a_script_imports_first(tmp_path, first, options):
+    """Import sorters put gradlift in front of torch."""
+    script = tmp_path / "train.py"
+    script.write_text(f"{first}\n{SMALL}step()\n")
+    done = gradlift("run", "-q", "--no-report", *options, script, cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    assert len(read_journal(recorded(tmp_path)).steps) == 1
+
+
+@pytest.mark.parametrize("kind", ["torch.amp", "gradlift.torch"])
+def test_the_recorded_loss_is_the_one_before_it_was_scaled(tmp_path, kind):
+    script = tmp_path / "train.py"
+    own = SMALL.replace("torch.amp.GradScaler", "GradScaler")
+    script.write_text(
+        f"from {kind} import GradScaler\n"
+        + own.replace("scaler.step", "print(float(loss)); scaler.step")
+        + "for factor in (1.0, 3.0, 0.5):\n    step(factor)\n"
+    )
+    done = gradlift("run", "-q", "--no-report", script, cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    run = read_journal(recorded(tmp_path))
+    assert [s.loss for s in run.steps] == [float(line) for line in done.out.split()]
+    assert [s.scale for s in run.steps] == [2.0**10] * 3
+
+
 def test_a_script_that_probes_is_recorded_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

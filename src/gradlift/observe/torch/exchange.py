@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...torch import GradScaler
+from ...torch.scaler.grad_scaler import GradScaler
 from ..patches import Patches
 
 

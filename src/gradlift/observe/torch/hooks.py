@@ -180,7 +180,7 @@ class Hooks:
                 self.patches.attribute(kind, name, self._wrapped(name, vars(kind)[name]))
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        from ...torch import GradScaler
+        from ...torch.scaler.grad_scaler import GradScaler
 
         before = getattr(self, f"_before_{name.rstrip('_')}")
         after: Any = getattr(self, f"_after_{name.rstrip('_')}", None)
@@ -239,7 +239,7 @@ class Hooks:
 
     def _wrap_own_scaler(self) -> None:
         """gradlift's own scalers record by themselves; their calls are noted here."""
-        from ...torch import GradScaler
+        from ...torch.scaler.grad_scaler import GradScaler
 
         within: set[str] = set()
 
