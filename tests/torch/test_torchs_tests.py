@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def test_scale_keeps_nested_lists_and_tuples(kind):
     assert [x.dtype for x in flat[:2]] == [torch.float32, torch.float64]
     lazily = scaler.scale(x for x in (one, two))
     assert [x.item() for x in lazily] == [8.0, 6.0]
+
+
+class Losses(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def test_dicts_and_named_tuples_are_scaled_too():
+    """torch scales the keys of a dict, and cannot make a NamedTuple."""
+    scaler, one = GradScaler("cpu", init_scale=2.0), torch.ones(())
+    assert scaler.scale({"a": one, "b": [3 * one]}) == {"a": 2.0, "b": [6.0]}
+    assert scaler.scale(Losses(one, 5 * one)) == Losses(2.0, 10.0)
+    with pytest.raises(MisuseError, match="this is str"):
+        scaler.scale("loss")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
 
     @uncompiled
     def scale(self, outputs: Any, *, key: str | None = None) -> Any:
-        """loss * scale; a list or tuple is scaled one by one. `key` names one of several losses.
+        """loss * scale; lists, tuples, dicts of losses one by one. `key` names one of several.
 
         >>> scaler = GradScaler("cpu", init_scale=8.0)
         >>> scaler.scale(torch.tensor(0.5))
@@ -108,9 +108,13 @@ a parameter: True, False (every rank holds it), None (another rank counts it) |
             if self._handed is not None:
                 self._handed.sync()
             return self.scale_of(key, outputs.device).scaled(outputs)
+        if isinstance(outputs, Mapping):
+            return {name: self.scale(x, key=key) for name, x in outputs.items()}
         if isinstance(outputs, (list, tuple)):
-            return type(outputs)(self.scale(x, key=key) for x in outputs)
-        if isinstance(outputs, Iterable):
+            scaled = [self.scale(x, key=key) for x in outputs]
+            named = hasattr(outputs, "_fields")  # a NamedTuple
+            return type(outputs)(*scaled) if named else type(outputs)(scaled)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             return (self.scale(x, key=key) for x in outputs)
         raise MisuseError(
             f"scale() wants a tensor or an iterable of tensors, this is {type(outputs).__name__}"
