@@ -187,6 +187,44 @@ def fsdp1(strategy, orig, group=True):
     return {**said, "weights": []}
 
 
+@story
+def fsdp1_beside_torchs_sharded_scaler():
+    """What torch's own tests ask of ShardedGradScaler, of both: an inf in one rank's shard skips
+    the step on all; weights and scales are those of DDP on the same batches."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    rows = {}
+    for name in ("torch", "ours", "ddp"):
+        if name == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(net())
+        else:
+            model = FullyShardedDataParallel(
+                net(), use_orig_params=True, device_id=torch.device("cpu")
+            )
+        kind = ShardedGradScaler if name == "torch" else GradScaler
+        scaler = kind("cpu", 2.0**8, growth_interval=2, process_group=dist.group.WORLD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scales = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(data(10 * step + rank)).square().mean()
+            scaler.scale(loss).backward()
+            with torch.no_grad():
+                held = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+                if step == 3 and (rank == 1 or name == "ddp"):
+                    held[0].view(-1)[0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        if name == "ddp":
+            state = model.module.state_dict()
+        else:
+            with FullyShardedDataParallel.summon_full_params(model):
+                state = {k: v.clone() for k, v in model.module.state_dict().items()}
+        rows[name] = [scales, [v.double().reshape(-1).tolist() for v in state.values()]]
+    return rows
+
+
 for _strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"):
     for _orig in (False, True):
         _name = f"fsdp1_{_strategy.lower()}{'_orig' if _orig else ''}"

@@ -47,6 +47,7 @@ WORLDS = {
         "fsdp1_no_shard",
         "fsdp1_no_shard_orig",
         "fsdp1_without_a_group",
+        "fsdp1_beside_torchs_sharded_scaler",
         "tensor_parallel",
         "tensor_parallel_on_device",
         "tensor_parallel_with_a_group",
@@ -707,3 +708,13 @@ def test_no_process_is_left_behind(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         finish(jobs, timeout=0.5)
     assert all(job.poll() is not None for job in jobs)
+
+
+def test_fsdp1_is_as_with_torchs_sharded_scaler():
+    for rows in tell(2, "fsdp1_beside_torchs_sharded_scaler"):
+        scales, weights = rows["ours"]
+        assert scales == [2.0**8, 2.0**9, 2.0**9, 2.0**8, 2.0**8, 2.0**9]
+        assert rows["torch"] == rows["ours"]
+        assert rows["ddp"][0] == scales
+        for mine, theirs in zip(weights, rows["ddp"][1], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)  # sums of two ranks in another order
