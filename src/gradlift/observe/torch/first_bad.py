@@ -154,8 +154,8 @@ class FirstBad:
             if found is not None and not finder.from_outside():
                 yield found
                 return
-            for i in data:  # a mask of -inf does no harm
-                if found is not None or bool((given[i] == math.inf).any()):
+            for i in data:
+                if found is not None or not _is_mask(given[i]):
                     yield Origin("inf", "input", input=_at(given[i], i, len(given)))
                     return
             # What was bad before may have poisoned its buffers in this very pass.
@@ -330,6 +330,11 @@ def kind_of(t: Tensor) -> str:
 
 def _any_bad(params: Iterable[Tensor]) -> bool:
     return any(kind_of(p.detach()) for p in params)
+
+
+def _is_mask(t: Tensor) -> bool:
+    """0 and -inf only: to be added to scores, where it does no harm."""
+    return bool(((t == 0) | (t == -math.inf)).all())
 
 
 def versions_of(given: list[Tensor]) -> list[int]:
