@@ -169,10 +169,15 @@ class Keras(Arrays):
         return self.xp.cast(x, "float32")
 
     def bits(self, x: Any) -> Any:
-        return self.xp.view(x, "int32")
+        return self._view(x, "int32")
 
     def from_bits(self, bits: Any) -> Any:
-        return self.xp.view(bits, "float32")
+        return self._view(bits, "float32")
+
+    def _view(self, x: Any, dtype: str) -> Any:
+        if sys.modules["keras"].backend.backend() == "tensorflow":
+            return sys.modules["tensorflow"].bitcast(x, dtype)  # Keras 3.12 views no 0-d tensor
+        return self.xp.view(x, dtype)
 
 
 _KINDS: dict[str, type[Arrays]] = {
