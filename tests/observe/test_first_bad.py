@@ -145,6 +145,20 @@ def test_a_mask_of_inf_is_meant_so(bad, train):
     assert origins == []
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_inputs_of_minus_inf_are_bad_data_unless_they_are_masks(mask, train):
+    """Also if the model's output is finite, as here, and the loss is lost somewhere else."""
+    given = torch.zeros(3, 4) if mask else torch.randn(3, 4)
+    given[1, 2] = -math.inf
+    squashes = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    origins, _ = train(squashes, given, factor=lambda: math.inf)
+    inputs = [origin for _, origin in origins if origin["where"] == "input"]
+    assert len(inputs) == (not mask)
+    if not mask:
+        assert inputs[0]["found"] == "inf"
+        assert "first at [1, 2]" in inputs[0]["input"]
+
+
 def test_weights_that_are_nan_poison_buffers(train):
     model = net(lambda x: x)
     with torch.no_grad():
